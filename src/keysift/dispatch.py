@@ -1,0 +1,149 @@
+"""Which kernel runs: the only place that decides.
+
+A stage keeps its kernels in one ordered table (`KERNELS` in its `api.py`). Each `Kernel` answers, from static facts
+alone, which of its constraints a problem does not meet; `choose` takes the first row that answers with nothing.
+No device value and no exception ever takes part, so a captured graph replays the kernel that its shapes call for.
+"""
+
+import functools
+import importlib
+import importlib.util
+import os
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+#: `KEYSIFT_CHECK=1`, read once: values in lengths, tables and indices are checked too, which synchronises.
+CHECK_VALUES = os.environ.get("KEYSIFT_CHECK") == "1"
+
+#: For a device that is only named (`explain`), the packages a GPU installation brings.
+GPU_PACKAGES = ("triton", "cuda.core")
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """Static facts of a device: what kind it is, and whether an optional package can be used with it."""
+
+    type: str  # "cpu", "cuda" or "hip"
+    arch: str  # "sm_90", "gfx942"; empty on a CPU
+    is_local: bool = True  # False: named for `explain`, not present
+
+    def has(self, package: str) -> bool:
+        """True if `package` can be imported here, without importing it; assumed for a device that is only named."""
+        return package in GPU_PACKAGES if not self.is_local else _is_installed(package)
+
+    def __str__(self) -> str:
+        return f"{self.type}:{self.arch}" if self.arch else self.type
+
+
+class Problem(Protocol):
+    """What a stage knows about a call before it runs: device, dtypes, shapes, strides, k."""
+
+    @property
+    def device(self) -> Device: ...
+
+    @property
+    def kind(self) -> str: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Kernel:
+    """One row of a stage's table."""
+
+    name: str
+    unmet: Callable[[Any], list[str]]  # constraints that a problem does not meet; empty: it can run
+    entry: str  # "module:function", imported on first use
+    workspace_size: Callable[[Any], int] = lambda problem: 0  # bytes of scratch it wants
+
+    def load(self) -> Callable[..., None]:
+        """The entry point; its module is imported by the first call."""
+        return _load(self.entry)
+
+
+def choose(stage: str, table: Sequence[Kernel], problem: Problem, name: str | None = None) -> Kernel:
+    """The first kernel of `table` that can run `problem`, or the one called `name`.
+
+    Without `name`, `KEYSIFT_<STAGE>` (read once) names one. Raises ValueError: an unknown name, a named kernel with
+    unmet constraints (each is listed), or no kernel at all (each kernel is listed with its reasons).
+    """
+    return _choose(stage, tuple(table), problem, name or _forced(stage))
+
+
+def explain(stage: str, table: Sequence[Kernel], problem: Problem) -> list[tuple[str, list[str]]]:
+    """Every kernel of `table` in order with what it lacks for `problem`; the first with nothing lacking runs."""
+    return [(kernel.name, kernel.unmet(problem)) for kernel in table]
+
+
+@functools.lru_cache(maxsize=4096)
+def _choose(stage: str, table: tuple[Kernel, ...], problem: Problem, name: str | None) -> Kernel:
+    if name is not None:
+        named = [kernel for kernel in table if kernel.name == name]
+        if not named:
+            raise ValueError(f"kernel is {name!r}; {stage} has {', '.join(repr(kernel.name) for kernel in table)}")
+        if unmet := named[0].unmet(problem):
+            raise ValueError(f"kernel {name!r} cannot run this {stage}: {'; '.join(unmet)}")
+        return named[0]
+    for kernel in table:
+        if not kernel.unmet(problem):
+            if kernel is table[-1] and problem.device.type != "cpu":
+                _warn_reference(stage, problem.kind, _reasons(table[:-1], problem))
+            return kernel
+    raise ValueError(f"no kernel can run this {stage}:\n{_reasons(table, problem)}")
+
+
+@functools.lru_cache(maxsize=None)
+def _warn_reference(stage: str, kind: str, reasons: str) -> None:
+    """Once per kind of problem: a silent slow path is the fault that this library exists to prevent."""
+    warnings.warn(
+        f"keysift.{stage} runs its reference for {kind}, far slower than a kernel:\n{reasons}", RuntimeWarning, stacklevel=2
+    )
+
+
+def _reasons(table: Sequence[Kernel], problem: Problem) -> str:
+    return "\n".join(f"  {kernel.name}: {'; '.join(kernel.unmet(problem))}" for kernel in table)
+
+
+@functools.lru_cache(maxsize=None)
+def _forced(stage: str) -> str | None:
+    return os.environ.get(f"KEYSIFT_{stage.upper()}") or None
+
+
+@functools.lru_cache(maxsize=None)
+def _is_installed(package: str) -> bool:
+    try:
+        return importlib.util.find_spec(package) is not None
+    except ModuleNotFoundError:  # the parent of a dotted name is missing
+        return False
+
+
+@functools.lru_cache(maxsize=None)
+def _load(entry: str) -> Callable[..., None]:
+    module, function = entry.split(":")
+    loaded: Callable[..., None] = getattr(importlib.import_module(module), function)
+    return loaded
+
+
+@functools.lru_cache(maxsize=None)
+def device_of(device: torch.device) -> Device:
+    """The facts of a torch device."""
+    if device.type != "cuda":
+        return Device(device.type, "")
+    properties = torch.cuda.get_device_properties(device)
+    if torch.version.hip:
+        return Device("hip", properties.gcnArchName.split(":")[0])
+    return Device("cuda", f"sm_{properties.major}{properties.minor}")
+
+
+def parse_device(text: str) -> Device:
+    """A device from words: "cpu", "cuda" (the one here), "cuda:sm_90", "hip:gfx942". Raises ValueError otherwise."""
+    if text == "cpu":
+        return Device("cpu", "")
+    if text == "cuda" and torch.cuda.is_available():
+        return device_of(torch.device("cuda"))
+    kind, _, arch = text.partition(":")
+    if (kind == "cuda" and arch.startswith("sm_")) or (kind == "hip" and arch.startswith("gfx")):
+        return Device(kind, arch, is_local=False)
+    raise ValueError(f"device is {text!r}; it may be cpu, cuda (where there is one), cuda:sm_90, hip:gfx942 or the like")

@@ -1,0 +1,290 @@
+"""select: the k best columns of every score row. CONTRACT.md, select 1-10, is what every kernel here means."""
+
+from dataclasses import dataclass
+
+import torch
+
+from keysift import dispatch
+from keysift.dispatch import Device, Kernel
+
+from . import checks
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """The static facts that decide which kernel selects."""
+
+    device: Device
+    dtype: torch.dtype
+    rows: int
+    columns: int
+    k: int
+    column_stride: int = 1
+    sorted: bool = False
+
+    @property
+    def kind(self) -> str:
+        """What the warning about a reference is given once for."""
+        return f"{self.dtype} on {self.device}".removeprefix("torch.")
+
+
+def _unmet_cpu(problem: Problem) -> list[str]:
+    return [
+        *([] if problem.device.type == "cpu" else [f"device is {problem.device}, needs cpu"]),
+        *([] if problem.column_stride == 1 else [f"column stride is {problem.column_stride}, needs 1"]),
+    ]
+
+
+def _workspace_cpu(problem: Problem) -> int:
+    from .kernel_cpu import workspace_size
+
+    return workspace_size(problem.rows, problem.columns, problem.k)
+
+
+def _unmet_reference(problem: Problem) -> list[str]:
+    return []
+
+
+KERNELS = (
+    Kernel("cpu", _unmet_cpu, "keysift.ops.select.kernel_cpu:run", _workspace_cpu),
+    Kernel("reference", _unmet_reference, "keysift.ops.select.reference:run"),
+)
+
+
+def select(
+    scores: torch.Tensor,
+    k: int,
+    *,
+    start: torch.Tensor | None = None,
+    end: torch.Tensor | None = None,
+    out: torch.Tensor | tuple[torch.Tensor, ...] | None = None,
+    sorted: bool = False,
+    return_values: bool = False,
+    return_counts: bool = False,
+    index_base: str = "window",
+    page_table: torch.Tensor | None = None,
+    page_size: int | None = None,
+    page_rows: torch.Tensor | None = None,
+    workspace: torch.Tensor | None = None,
+    kernel: str | None = None,
+) -> torch.Tensor | tuple[torch.Tensor, ...]:
+    """The k best columns of every score row, exactly, whichever kernel runs.
+
+    scores      [R, N] float32, bfloat16 or float16, any row stride
+    k           columns to keep per row, any integer >= 1
+    start, end  [R] int32 or int64: the row selects from columns [start, end); clamped; default [0, N)
+    out         what the call returns, allocated by the caller: int32 [>= R, k], or a tuple in the order of the return
+    sorted      ascending columns instead of any order; the selected ones come first in both cases
+    index_base  "window": column - start; "column": the column itself
+    page_table  [T, P] int32 or int64 page ids: the result is slots, `page * page_size + offset`, where the page and the
+                offset are those of position `column - start`. Columns beyond P pages are not eligible; a negative page
+                gives -1. `page_size` goes with it, and `page_rows` [R] int32 or int64 names each row's table row
+                (default: row r uses table row r, so T = R).
+    workspace   uint8 [>= select_workspace_size(...)], scratch that the call overwrites
+    kernel      a kernel of `keysift explain select` by name; it runs or raises
+
+    Returns int32 [R, k], -1 where a row has fewer than k eligible columns (in its window, not NaN, above -inf). The set is
+    unique: larger values first, the lower column among equals. With `return_values` the values follow ([R, k], the scores'
+    dtype, -inf where the index is -1), with `return_counts` the number selected (int32 [R]), as a tuple.
+
+    Raises ValueError or TypeError before anything is written: a wrong rank, dtype, device or size, `k < 1`, a named
+    kernel that cannot run this.
+
+    Equivalent to, for rows without ties, NaN or windows:
+        scores.topk(k).indices.int()
+
+    >>> scores = torch.tensor([[0.1, 0.7, 0.3, 0.7]])
+    >>> select(scores, 3, sorted=True)
+    tensor([[1, 2, 3]], dtype=torch.int32)
+    >>> select(scores, 3, start=torch.tensor([2]), return_counts=True, sorted=True)
+    (tensor([[ 0,  1, -1]], dtype=torch.int32), tensor([2], dtype=torch.int32))
+    """
+    checks.check_scores(scores, k)
+    rows = scores.shape[0]
+    checks.check_windows(scores, rows, "start", start, "end", end)
+    return _run(
+        scores, k, start, end, 1, sorted, index_base, page_table, page_size, page_rows,
+        out, return_values, return_counts, workspace, kernel,
+    )  # fmt: skip
+
+
+def select_prefill(
+    scores: torch.Tensor,
+    k: int,
+    row_starts: torch.Tensor,
+    row_ends: torch.Tensor,
+    out: torch.Tensor | None = None,
+    *,
+    workspace: torch.Tensor | None = None,
+    kernel: str | None = None,
+) -> torch.Tensor:
+    """`select` as an engine's prefill calls it: packed requests, one window per query token.
+
+    scores  [R, N]; row_starts, row_ends  [R] int32 or int64; out  int32 [>= R, k]
+    Returns int32 [R, k], columns relative to the row's start, -1 at the end of a row that has fewer than k.
+    Raises as `select` does.
+
+    Equivalent to:
+        select(scores, k, start=row_starts, end=row_ends, out=out)
+
+    >>> scores = torch.tensor([[9.0, 1.0, 2.0], [9.0, 1.0, 2.0]])
+    >>> select_prefill(scores, 2, torch.tensor([1, 1]), torch.tensor([2, 3]))
+    tensor([[ 0, -1],
+            [ 1,  0]], dtype=torch.int32)
+    """
+    checks.check_scores(scores, k)
+    checks.check_windows(scores, scores.shape[0], "row_starts", row_starts, "row_ends", row_ends)
+    indices = _run(
+        scores, k, row_starts, row_ends, 1, False, "window", None, None, None,
+        out, False, False, workspace, kernel,
+    )  # fmt: skip
+    assert isinstance(indices, torch.Tensor)
+    return indices
+
+
+def select_decode(
+    scores: torch.Tensor,
+    k: int,
+    seq_lens: torch.Tensor,
+    next_n: int = 1,
+    out: torch.Tensor | None = None,
+    *,
+    workspace: torch.Tensor | None = None,
+    kernel: str | None = None,
+) -> torch.Tensor:
+    """`select` as an engine's decode calls it: `next_n` query tokens per request, windows that begin at column 0.
+
+    scores    [B * next_n, N]; lengths count columns
+    seq_lens  [B]: row b * next_n + j ends at seq_lens[b] - next_n + j + 1; or
+              [B, next_n]: that row ends at seq_lens[b, j], which is how a request with fewer tokens is written
+    out       int32 [>= B * next_n, k]
+    Returns int32 [B * next_n, k], -1 at the end of a row that has fewer than k.
+    Raises as `select` does.
+
+    Equivalent to, for 1-D lengths:
+        ends = seq_lens[:, None] - next_n + 1 + torch.arange(next_n)
+        select(scores, k, end=ends.flatten(), out=out)
+
+    >>> scores = torch.tensor([[1.0, 2.0, 3.0], [1.0, 2.0, 3.0]])
+    >>> select_decode(scores, 2, torch.tensor([3]), next_n=2, out=None)
+    tensor([[1, 0],
+            [2, 1]], dtype=torch.int32)
+    """
+    checks.check_scores(scores, k)
+    ends = checks.check_seq_lens(scores, seq_lens, next_n)
+    # 2-D lengths are one explicit end per row, which is what next_n = 1 means.
+    indices = _run(
+        scores, k, None, ends, next_n if seq_lens.ndim == 1 else 1, False, "window", None, None, None,
+        out, False, False, workspace, kernel,
+    )  # fmt: skip
+    assert isinstance(indices, torch.Tensor)
+    return indices
+
+
+def select_workspace_size(scores: torch.Tensor, k: int, *, kernel: str | None = None) -> int:
+    """Bytes of `workspace` with which `select(scores, k)` allocates nothing; 0 where no scratch is wanted.
+
+    The size depends on shapes, dtype, device and k alone, and grows with rows, not with rows * columns.
+
+    >>> select_workspace_size(torch.empty(4, 4096), 2048) >= 0
+    True
+    """
+    checks.check_scores(scores, k)
+    problem = _problem(scores, k)
+    return dispatch.choose("select", KERNELS, problem, kernel).workspace_size(problem)
+
+
+def _problem(scores: torch.Tensor, k: int) -> Problem:
+    rows, columns = scores.shape
+    stride = scores.stride(1) if columns > 1 else 1
+    return Problem(dispatch.device_of(scores.device), scores.dtype, rows, columns, k, stride)
+
+
+def _run(
+    scores: torch.Tensor,
+    k: int,
+    start: torch.Tensor | None,
+    end: torch.Tensor | None,
+    next_n: int,
+    sorted: bool,
+    index_base: str,
+    page_table: torch.Tensor | None,
+    page_size: int | None,
+    page_rows: torch.Tensor | None,
+    out: torch.Tensor | tuple[torch.Tensor, ...] | None,
+    return_values: bool,
+    return_counts: bool,
+    workspace: torch.Tensor | None,
+    kernel: str | None,
+) -> torch.Tensor | tuple[torch.Tensor, ...]:
+    """The rest of every public function: check, allocate what the caller did not bring, call the operator."""
+    rows = scores.shape[0]
+    checks.check_index_base(scores, index_base, page_table, page_size, page_rows)
+    indices, values, counts = checks.check_out(scores, k, out, return_values, return_counts)
+    checks.check_workspace(scores, workspace)
+    if dispatch.CHECK_VALUES and not torch.compiler.is_compiling():
+        checks.check_values(scores, start, end, next_n, page_table, page_size, page_rows)
+    if indices is None:
+        indices = scores.new_empty((rows, k), dtype=torch.int32)
+        values = scores.new_empty((rows, k)) if return_values else None
+        counts = scores.new_empty((rows,), dtype=torch.int32) if return_counts else None
+    torch.ops.keysift.select(
+        scores, k, start, end, next_n, page_table, page_rows, page_size or 0, index_base, sorted,
+        indices, values, counts, workspace, kernel,
+    )  # fmt: skip
+    given = [tensor[:rows] for tensor in (indices, values, counts) if tensor is not None]
+    return given[0] if len(given) == 1 else tuple(given)
+
+
+def _select(
+    scores: torch.Tensor,
+    k: int,
+    start: torch.Tensor | None,
+    end: torch.Tensor | None,
+    next_n: int,
+    page_table: torch.Tensor | None,
+    page_rows: torch.Tensor | None,
+    page_size: int,
+    index_base: str,
+    sorted: bool,
+    out: torch.Tensor,
+    values: torch.Tensor | None,
+    counts: torch.Tensor | None,
+    workspace: torch.Tensor | None,
+    kernel: str | None,
+) -> None:
+    """The operator on every device: choose, then launch."""
+    problem = _problem(scores, k)
+    chosen = dispatch.choose("select", KERNELS, problem, kernel)
+    if problem.rows == 0:
+        return
+    if problem.columns == 0:
+        out[: problem.rows].fill_(-1)
+        if values is not None:
+            values[: problem.rows].fill_(-torch.inf)
+        if counts is not None:
+            counts[: problem.rows].zero_()
+        return
+    size = chosen.workspace_size(problem)
+    if workspace is None:
+        workspace = scores.new_empty(size, dtype=torch.uint8)
+    elif workspace.numel() < size:
+        raise ValueError(f"workspace has {workspace.numel()} bytes; kernel {chosen.name!r} needs {size}")
+    chosen.load()(
+        scores, k, start, end, next_n, page_table, page_rows, page_size, index_base, sorted,
+        out[: problem.rows], values, counts, workspace,
+    )  # fmt: skip
+
+
+def _select_fake(*args: object) -> None:
+    """Everything is written in place, so a trace learns nothing new from the call."""
+
+
+_LIBRARY = torch.library.Library("keysift", "FRAGMENT")
+_LIBRARY.define(
+    "select(Tensor scores, int k, Tensor? start, Tensor? end, int next_n, Tensor? page_table, Tensor? page_rows, "
+    "int page_size, str index_base, bool sorted, Tensor(a!) out, Tensor(b!)? values, Tensor(c!)? counts, "
+    "Tensor(d!)? workspace, str? kernel) -> ()"
+)
+_LIBRARY.impl("select", _select, "CompositeExplicitAutograd")
+torch.library.register_fake("keysift::select", _select_fake, lib=_LIBRARY)

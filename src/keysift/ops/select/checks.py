@@ -1,0 +1,185 @@
+"""What select refuses, before anything is launched or written. Messages name the argument, what was given, what is accepted."""
+
+import torch
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+INTEGERS = (torch.int32, torch.int64)
+
+
+def check_scores(scores: torch.Tensor, k: int) -> None:
+    """scores [R, N] of a float dtype that we serve; k >= 1."""
+    if not isinstance(scores, torch.Tensor):
+        raise TypeError(f"scores is {type(scores).__name__}; it must be a torch.Tensor")
+    if scores.ndim != 2:
+        raise ValueError(f"scores has shape {list(scores.shape)}; it must be [rows, columns]")
+    if scores.dtype not in DTYPES:
+        raise TypeError(f"scores is {scores.dtype}; it may be {_names(DTYPES)}")
+    if scores.shape[1] >= 2**31:
+        raise ValueError(f"scores has {scores.shape[1]} columns; an int32 index reaches 2**31 - 1")
+    if isinstance(k, bool) or not isinstance(k, int):
+        raise TypeError(f"k is {k!r}; it must be an int")
+    if k < 1:
+        raise ValueError(f"k is {k}; it must be at least 1")
+
+
+def check_windows(
+    scores: torch.Tensor, rows: int, start_name: str, start: torch.Tensor | None, end_name: str, end: torch.Tensor | None
+) -> None:
+    """One bound per row, or none."""
+    for name, bound in ((start_name, start), (end_name, end)):
+        if bound is not None:
+            _check_integers(scores, name, bound)
+            if bound.shape != (rows,):
+                raise ValueError(f"{name} has shape {list(bound.shape)}; scores has {rows} rows, so it must be [{rows}]")
+
+
+def check_seq_lens(scores: torch.Tensor, seq_lens: torch.Tensor, next_n: int) -> torch.Tensor:
+    """Lengths [B] or [B, next_n] for B * next_n score rows; returns them flat."""
+    if isinstance(next_n, bool) or not isinstance(next_n, int):
+        raise TypeError(f"next_n is {next_n!r}; it must be an int")
+    if next_n < 1:
+        raise ValueError(f"next_n is {next_n}; it must be at least 1")
+    _check_integers(scores, "seq_lens", seq_lens)
+    rows = scores.shape[0]
+    if seq_lens.ndim not in (1, 2) or (seq_lens.ndim == 2 and seq_lens.shape[1] != next_n):
+        raise ValueError(f"seq_lens has shape {list(seq_lens.shape)}; it may be [B] or [B, next_n] with next_n = {next_n}")
+    if seq_lens.shape[0] * next_n != rows:
+        raise ValueError(
+            f"seq_lens has {seq_lens.shape[0]} requests of next_n = {next_n} tokens; "
+            f"scores has {rows} rows, not {seq_lens.shape[0] * next_n}"
+        )
+    return seq_lens if seq_lens.ndim == 1 else seq_lens.reshape(-1)
+
+
+def check_index_base(
+    scores: torch.Tensor,
+    index_base: str,
+    page_table: torch.Tensor | None,
+    page_size: int | None,
+    page_rows: torch.Tensor | None,
+) -> None:
+    """A named base, or a page table with its page size."""
+    if index_base not in ("window", "column"):
+        raise ValueError(f"index_base is {index_base!r}; it may be 'window' or 'column', or give page_table for slots")
+    if page_table is None:
+        if page_size is not None or page_rows is not None:
+            raise ValueError(f"{'page_size' if page_size is not None else 'page_rows'} is given without page_table")
+        return
+    rows = scores.shape[0]
+    if index_base != "window":
+        raise ValueError(f"index_base is {index_base!r} beside page_table; slots are counted from the window, so leave it out")
+    if isinstance(page_size, bool) or not isinstance(page_size, int) or page_size < 1:
+        raise ValueError(f"page_size is {page_size!r}; with page_table it must be an int of at least 1")
+    _check_integers(scores, "page_table", page_table)
+    if page_table.ndim != 2 or (page_table.shape[1] > 1 and page_table.stride(1) != 1):
+        raise ValueError(
+            f"page_table has shape {list(page_table.shape)}, strides {list(page_table.stride())}; "
+            "it must be [table rows, pages] with adjacent pages"
+        )
+    if page_rows is None:
+        if page_table.shape[0] != rows:
+            raise ValueError(
+                f"page_table has {page_table.shape[0]} rows; scores has {rows}; give page_rows to name each row's table row"
+            )
+        return
+    _check_integers(scores, "page_rows", page_rows)
+    if page_rows.shape != (rows,):
+        raise ValueError(f"page_rows has shape {list(page_rows.shape)}; scores has {rows} rows, so it must be [{rows}]")
+
+
+def check_out(
+    scores: torch.Tensor,
+    k: int,
+    out: torch.Tensor | tuple[torch.Tensor, ...] | None,
+    return_values: bool,
+    return_counts: bool,
+) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
+    """`out` in the order of the return, taken apart into (indices, values, counts)."""
+    if out is None:
+        return None, None, None
+    names = ["indices", *(["values"] if return_values else []), *(["counts"] if return_counts else [])]
+    given = out if isinstance(out, tuple) else (out,)
+    if len(given) != len(names):
+        raise ValueError(f"out holds {len(given)} tensors; this call returns ({', '.join(names)})")
+    rows = scores.shape[0]
+    found: dict[str, torch.Tensor] = {}
+    for name, tensor in zip(names, given, strict=True):
+        label = "out" if len(names) == 1 else f"out ({name})"
+        dtype = scores.dtype if name == "values" else torch.int32
+        shape = (k,) if name != "counts" else ()
+        if not isinstance(tensor, torch.Tensor):
+            raise TypeError(f"{label} is {type(tensor).__name__}; it must be a torch.Tensor")
+        if tensor.dtype != dtype:
+            raise TypeError(f"{label} is {tensor.dtype}; it must be {dtype}")
+        _check_device(scores, label, tensor)
+        if tensor.ndim != 1 + len(shape) or tensor.shape[0] < rows or tensor.shape[1:] != shape:
+            wanted = f"[at least {rows}, {k}]" if shape else f"[at least {rows}]"
+            raise ValueError(f"{label} has shape {list(tensor.shape)}; it must be {wanted}")
+        if tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
+            raise ValueError(f"{label} has stride {tensor.stride(-1)} in its last dimension; it must be 1")
+        found[name] = tensor
+    return found["indices"], found.get("values"), found.get("counts")
+
+
+def check_workspace(scores: torch.Tensor, workspace: torch.Tensor | None) -> None:
+    """Flat bytes on the scores' device; the kernel that is chosen checks the size."""
+    if workspace is None:
+        return
+    if workspace.dtype != torch.uint8:
+        raise TypeError(f"workspace is {workspace.dtype}; it must be torch.uint8")
+    if workspace.ndim != 1 or not workspace.is_contiguous():
+        raise ValueError(f"workspace has shape {list(workspace.shape)}; it must be flat and contiguous")
+    _check_device(scores, "workspace", workspace)
+
+
+def check_values(
+    scores: torch.Tensor,
+    start: torch.Tensor | None,
+    end: torch.Tensor | None,
+    next_n: int,
+    page_table: torch.Tensor | None,
+    page_size: int | None,
+    page_rows: torch.Tensor | None,
+) -> None:
+    """KEYSIFT_CHECK=1: refuse windows that clamping would change, and page ids that no page can have. Synchronises."""
+    columns = scores.shape[1]
+    for name, bound in (("start", start), ("end or seq_lens", end)):
+        if bound is not None:
+            _refuse_first(name, bound, (bound < 0) | (bound > columns), f"[0, {columns}]")
+    if page_table is None:
+        return
+    if page_rows is not None:
+        _refuse_first(
+            "page_rows", page_rows, (page_rows < 0) | (page_rows >= page_table.shape[0]), f"[0, {page_table.shape[0]})"
+        )
+        page_table = page_table[page_rows.long()]
+    rows, pages = page_table.shape
+    first = torch.zeros(rows, dtype=torch.int64, device=scores.device) if start is None else start.long()
+    last = torch.full((rows,), columns, device=scores.device) if end is None else end.long()
+    live = torch.arange(pages, device=scores.device)[None] * page_size < (last - first)[:, None]
+    bad = (live & (page_table < 0)).any(1)
+    _refuse_first("page_table", page_table.amin(1) if pages else first, bad, "page ids of at least 0 below the row's length")
+
+
+def _refuse_first(name: str, tensor: torch.Tensor, bad: torch.Tensor, accepted: str) -> None:
+    rows = bad.nonzero()
+    if rows.numel():
+        row = int(rows[0, 0])
+        raise ValueError(f"{name}[{row}] is {int(tensor[row])}; it may be {accepted} (row {row} is the first of {len(rows)} bad ones)")
+
+
+def _check_integers(scores: torch.Tensor, name: str, tensor: torch.Tensor) -> None:
+    if not isinstance(tensor, torch.Tensor):
+        raise TypeError(f"{name} is {type(tensor).__name__}; it must be a torch.Tensor")
+    if tensor.dtype not in INTEGERS:
+        raise TypeError(f"{name} is {tensor.dtype}; it may be {_names(INTEGERS)}")
+    _check_device(scores, name, tensor)
+
+
+def _check_device(scores: torch.Tensor, name: str, tensor: torch.Tensor) -> None:
+    if tensor.device != scores.device:
+        raise ValueError(f"{name} is on {tensor.device}; scores is on {scores.device}")
+
+
+def _names(dtypes: tuple[torch.dtype, ...]) -> str:
+    return ", ".join(str(dtype) for dtype in dtypes)
