@@ -43,10 +43,15 @@ class Problem(Protocol):
     """What a stage knows about a call before it runs: device, dtypes, shapes, strides, k."""
 
     @property
-    def device(self) -> Device: ...
+    def device(self) -> Device:
+        """Where the call runs."""
 
     @property
-    def kind(self) -> str: ...
+    def kind(self) -> str:
+        """What the warning about a reference is given once for."""
+
+    def __hash__(self) -> int:
+        """A choice is remembered by its problem."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +61,7 @@ class Kernel:
     name: str
     unmet: Callable[[Any], list[str]]  # constraints that a problem does not meet; empty: it can run
     entry: str  # "module:function", imported on first use
-    workspace_size: Callable[[Any], int] = lambda problem: 0  # bytes of scratch it wants
+    workspace_size: Callable[[Any], int] = lambda _: 0  # bytes of scratch it wants
 
     def load(self) -> Callable[..., None]:
         """The entry point; its module is imported by the first call."""
@@ -72,7 +77,7 @@ def choose(stage: str, table: Sequence[Kernel], problem: Problem, name: str | No
     return _choose(stage, tuple(table), problem, name or _forced(stage))
 
 
-def explain(stage: str, table: Sequence[Kernel], problem: Problem) -> list[tuple[str, list[str]]]:
+def explain(table: Sequence[Kernel], problem: Problem) -> list[tuple[str, list[str]]]:
     """Every kernel of `table` in order with what it lacks for `problem`; the first with nothing lacking runs."""
     return [(kernel.name, kernel.unmet(problem)) for kernel in table]
 
@@ -94,11 +99,13 @@ def _choose(stage: str, table: tuple[Kernel, ...], problem: Problem, name: str |
     raise ValueError(f"no kernel can run this {stage}:\n{_reasons(table, problem)}")
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def _warn_reference(stage: str, kind: str, reasons: str) -> None:
     """Once per kind of problem: a silent slow path is the fault that this library exists to prevent."""
     warnings.warn(
-        f"keysift.{stage} runs its reference for {kind}, far slower than a kernel:\n{reasons}", RuntimeWarning, stacklevel=2
+        f"keysift.{stage} runs its reference for {kind}, far slower than a kernel:\n{reasons}",
+        RuntimeWarning,
+        stacklevel=2,
     )
 
 
@@ -106,12 +113,12 @@ def _reasons(table: Sequence[Kernel], problem: Problem) -> str:
     return "\n".join(f"  {kernel.name}: {'; '.join(kernel.unmet(problem))}" for kernel in table)
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def _forced(stage: str) -> str | None:
     return os.environ.get(f"KEYSIFT_{stage.upper()}") or None
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def _is_installed(package: str) -> bool:
     try:
         return importlib.util.find_spec(package) is not None
@@ -119,14 +126,14 @@ def _is_installed(package: str) -> bool:
         return False
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def _load(entry: str) -> Callable[..., None]:
     module, function = entry.split(":")
     loaded: Callable[..., None] = getattr(importlib.import_module(module), function)
     return loaded
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def device_of(device: torch.device) -> Device:
     """The facts of a torch device."""
     if device.type != "cuda":
@@ -146,4 +153,6 @@ def parse_device(text: str) -> Device:
     kind, _, arch = text.partition(":")
     if (kind == "cuda" and arch.startswith("sm_")) or (kind == "hip" and arch.startswith("gfx")):
         return Device(kind, arch, is_local=False)
-    raise ValueError(f"device is {text!r}; it may be cpu, cuda (where there is one), cuda:sm_90, hip:gfx942 or the like")
+    raise ValueError(
+        f"device is {text!r}; it may be cpu, cuda (where there is one), cuda:sm_90, hip:gfx942 or the like"
+    )

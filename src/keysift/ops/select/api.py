@@ -1,6 +1,7 @@
 """select: the k best columns of every score row. CONTRACT.md, select 1-10, is what every kernel here means."""
 
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 
@@ -83,9 +84,9 @@ def select(
     workspace   uint8 [>= select_workspace_size(...)], scratch that the call overwrites
     kernel      a kernel of `keysift explain select` by name; it runs or raises
 
-    Returns int32 [R, k], -1 where a row has fewer than k eligible columns (in its window, not NaN, above -inf). The set is
-    unique: larger values first, the lower column among equals. With `return_values` the values follow ([R, k], the scores'
-    dtype, -inf where the index is -1), with `return_counts` the number selected (int32 [R]), as a tuple.
+    Returns int32 [R, k], -1 where a row has fewer than k eligible columns (in its window, not NaN, above -inf). The
+    set is unique: larger values first, the lower column among equals. With `return_values` the values follow ([R, k],
+    the scores' dtype, -inf where the index is -1), with `return_counts` the number selected (int32 [R]), as a tuple.
 
     Raises ValueError or TypeError before anything is written: a wrong rank, dtype, device or size, `k < 1`, a named
     kernel that cannot run this.
@@ -138,8 +139,7 @@ def select_prefill(
         scores, k, row_starts, row_ends, 1, False, "window", None, None, None,
         out, False, False, workspace, kernel,
     )  # fmt: skip
-    assert isinstance(indices, torch.Tensor)
-    return indices
+    return cast("torch.Tensor", indices)
 
 
 def select_decode(
@@ -177,8 +177,7 @@ def select_decode(
         scores, k, None, ends, next_n if seq_lens.ndim == 1 else 1, False, "window", None, None, None,
         out, False, False, workspace, kernel,
     )  # fmt: skip
-    assert isinstance(indices, torch.Tensor)
-    return indices
+    return cast("torch.Tensor", indices)
 
 
 def select_workspace_size(scores: torch.Tensor, k: int, *, kernel: str | None = None) -> int:
@@ -223,7 +222,7 @@ def _run(
     indices, values, counts = checks.check_out(scores, k, out, return_values, return_counts)
     checks.check_workspace(scores, workspace)
     if dispatch.CHECK_VALUES and not torch.compiler.is_compiling():
-        checks.check_values(scores, start, end, next_n, page_table, page_size, page_rows)
+        checks.check_values(scores, start, end, next_n, page_table, page_size or 0, page_rows)
     if indices is None:
         indices = scores.new_empty((rows, k), dtype=torch.int32)
         values = scores.new_empty((rows, k)) if return_values else None

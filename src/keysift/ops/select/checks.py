@@ -1,4 +1,4 @@
-"""What select refuses, before anything is launched or written. Messages name the argument, what was given, what is accepted."""
+"""What select refuses, before anything is launched. Messages name the argument, what was given, what is accepted."""
 
 import torch
 
@@ -23,14 +23,21 @@ def check_scores(scores: torch.Tensor, k: int) -> None:
 
 
 def check_windows(
-    scores: torch.Tensor, rows: int, start_name: str, start: torch.Tensor | None, end_name: str, end: torch.Tensor | None
+    scores: torch.Tensor,
+    rows: int,
+    start_name: str,
+    start: torch.Tensor | None,
+    end_name: str,
+    end: torch.Tensor | None,
 ) -> None:
     """One bound per row, or none."""
     for name, bound in ((start_name, start), (end_name, end)):
         if bound is not None:
             _check_integers(scores, name, bound)
             if bound.shape != (rows,):
-                raise ValueError(f"{name} has shape {list(bound.shape)}; scores has {rows} rows, so it must be [{rows}]")
+                raise ValueError(
+                    f"{name} has shape {list(bound.shape)}; scores has {rows} rows, so it must be [{rows}]"
+                )
 
 
 def check_seq_lens(scores: torch.Tensor, seq_lens: torch.Tensor, next_n: int) -> torch.Tensor:
@@ -42,7 +49,9 @@ def check_seq_lens(scores: torch.Tensor, seq_lens: torch.Tensor, next_n: int) ->
     _check_integers(scores, "seq_lens", seq_lens)
     rows = scores.shape[0]
     if seq_lens.ndim not in (1, 2) or (seq_lens.ndim == 2 and seq_lens.shape[1] != next_n):
-        raise ValueError(f"seq_lens has shape {list(seq_lens.shape)}; it may be [B] or [B, next_n] with next_n = {next_n}")
+        raise ValueError(
+            f"seq_lens has shape {list(seq_lens.shape)}; it may be [B] or [B, next_n] with next_n = {next_n}"
+        )
     if seq_lens.shape[0] * next_n != rows:
         raise ValueError(
             f"seq_lens has {seq_lens.shape[0]} requests of next_n = {next_n} tokens; "
@@ -67,7 +76,9 @@ def check_index_base(
         return
     rows = scores.shape[0]
     if index_base != "window":
-        raise ValueError(f"index_base is {index_base!r} beside page_table; slots are counted from the window, so leave it out")
+        raise ValueError(
+            f"index_base is {index_base!r} beside page_table; slots are counted from the window, so leave it out"
+        )
     if isinstance(page_size, bool) or not isinstance(page_size, int) or page_size < 1:
         raise ValueError(f"page_size is {page_size!r}; with page_table it must be an int of at least 1")
     _check_integers(scores, "page_table", page_table)
@@ -79,7 +90,8 @@ def check_index_base(
     if page_rows is None:
         if page_table.shape[0] != rows:
             raise ValueError(
-                f"page_table has {page_table.shape[0]} rows; scores has {rows}; give page_rows to name each row's table row"
+                f"page_table has {page_table.shape[0]} rows; scores has {rows}; "
+                "give page_rows to name each row's table row"
             )
         return
     _check_integers(scores, "page_rows", page_rows)
@@ -138,14 +150,16 @@ def check_values(
     end: torch.Tensor | None,
     next_n: int,
     page_table: torch.Tensor | None,
-    page_size: int | None,
+    page_size: int,
     page_rows: torch.Tensor | None,
 ) -> None:
     """KEYSIFT_CHECK=1: refuse windows that clamping would change, and page ids that no page can have. Synchronises."""
     columns = scores.shape[1]
-    for name, bound in (("start", start), ("end or seq_lens", end)):
+    for name, bound, least in (("start", start, 0), ("end or seq_lens", end, next_n - 1)):
         if bound is not None:
-            _refuse_first(name, bound, (bound < 0) | (bound > columns), f"[0, {columns}]")
+            _refuse_first(name, bound, (bound < least) | (bound > columns), f"[{least}, {columns}]")
+    if start is not None and end is not None:
+        _refuse_first("end", end, end < start, "the row's start or more")
     if page_table is None:
         return
     if page_rows is not None:
@@ -158,14 +172,16 @@ def check_values(
     last = torch.full((rows,), columns, device=scores.device) if end is None else end.long()
     live = torch.arange(pages, device=scores.device)[None] * page_size < (last - first)[:, None]
     bad = (live & (page_table < 0)).any(1)
-    _refuse_first("page_table", page_table.amin(1) if pages else first, bad, "page ids of at least 0 below the row's length")
+    _refuse_first("page_table", page_table.amin(1) if pages else first, bad, "0 or more below the row's length")
 
 
 def _refuse_first(name: str, tensor: torch.Tensor, bad: torch.Tensor, accepted: str) -> None:
     rows = bad.nonzero()
     if rows.numel():
         row = int(rows[0, 0])
-        raise ValueError(f"{name}[{row}] is {int(tensor[row])}; it may be {accepted} (row {row} is the first of {len(rows)} bad ones)")
+        raise ValueError(
+            f"{name}[{row}] is {int(tensor[row])}; it may be {accepted} (the first of {len(rows)} bad rows)"
+        )
 
 
 def _check_integers(scores: torch.Tensor, name: str, tensor: torch.Tensor) -> None:

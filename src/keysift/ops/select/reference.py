@@ -65,10 +65,10 @@ def select_windows(
     scores: torch.Tensor, k: int, lower: torch.Tensor, upper: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Columns [R, k] best first (-1 where there is none), their values, and how many (select 3 and 4)."""
-    rows, columns = scores.shape
+    columns = scores.shape[1]
     column = torch.arange(columns, device=scores.device)
     eligible = (column >= lower[:, None]) & (column < upper[:, None]) & (scores > -torch.inf)  # NaN > -inf is false
-    # A stable sort keeps the lower column first among equals; adding 0.0 turns -0.0 into +0.0, which some sorts tell apart.
+    # A stable sort keeps the lower column first among equals; some sorts tell -0.0 from +0.0, so 0.0 is added.
     order = (scores + 0.0).masked_fill(~eligible, -torch.inf).sort(dim=1, descending=True, stable=True).indices
     if k > columns:
         order = torch.nn.functional.pad(order, (0, k - columns))
