@@ -137,6 +137,8 @@ def check_workspace(scores: torch.Tensor, workspace: torch.Tensor | None) -> Non
     """Flat bytes on the scores' device; the kernel that is chosen checks the size."""
     if workspace is None:
         return
+    if not isinstance(workspace, torch.Tensor):
+        raise TypeError(f"workspace is {type(workspace).__name__}; it must be a torch.Tensor")
     if workspace.dtype != torch.uint8:
         raise TypeError(f"workspace is {workspace.dtype}; it must be torch.uint8")
     if workspace.ndim != 1 or not workspace.is_contiguous():

@@ -38,10 +38,11 @@ def run(
             best_values = best_values.gather(1, order)
         selected = best >= 0
         position = best - lower[part, None]
-        if page_table is not None:
+        if page_table is not None and page_table.shape[1]:
             position = position.where(selected, 0)
             page = page_table[table_rows[part, None], position // page_size].long()
             result = (page * page_size + position % page_size).where(selected & (page >= 0), -1)
+            best_values = best_values.masked_fill(result < 0, -torch.inf)
         else:
             result = best if index_base == "column" else position.where(selected, -1)
         out[part].copy_(result)
@@ -57,7 +58,10 @@ def windows(
     """The clamped window [lower, upper) of every row, int64 [R] each (select 2)."""
     row = torch.arange(rows, device=device)
     lower = torch.zeros_like(row) if start is None else start.long().clamp(0, columns)
-    upper = torch.full_like(row, columns) if end is None else end.long()[row // next_n] - next_n + row % next_n + 1
+    if end is None:
+        upper = torch.full_like(row, columns)
+    else:  # clamped before the arithmetic, which the largest integers would overflow
+        upper = end.long().clamp(0, columns + next_n)[row // next_n] - next_n + row % next_n + 1
     return lower, torch.maximum(upper.clamp(max=columns), lower)
 
 
