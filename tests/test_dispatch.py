@@ -64,9 +64,8 @@ def fresh():
 
 def python(code, **environment):
     """A fresh process; its stdout."""
-    done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", code], env={**os.environ, **environment}, capture_output=True, text=True
-    )
+    command = [sys.executable, "-W", "error", "-c", code]
+    done = subprocess.run(command, env={**os.environ, **environment}, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
 
