@@ -1,0 +1,174 @@
+"""score: the index logits of every query row. CONTRACT.md, score, is what every kernel here means."""
+
+from dataclasses import dataclass
+
+import torch
+
+from keysift import dispatch
+from keysift.dispatch import Device, Kernel
+
+from . import checks
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """The static facts that decide which kernel scores."""
+
+    device: Device
+    q_dtype: torch.dtype
+    k_dtype: torch.dtype
+    rows: int
+    columns: int
+    heads: int
+    head_dim: int
+    page_size: int = 0  # 0: keys in one piece
+
+    @property
+    def kind(self) -> str:
+        """What the warning about a reference is given once for."""
+        form = f"pages of {self.page_size}" if self.page_size else "ragged"
+        return f"{self.k_dtype} keys ({form}) on {self.device}".removeprefix("torch.")
+
+
+def _unmet_cpu(problem: Problem) -> list[str]:
+    return [] if problem.device.type == "cpu" else [f"device is {problem.device}, needs cpu"]
+
+
+def _unmet_reference(problem: Problem) -> list[str]:
+    return []
+
+
+KERNELS = (
+    Kernel("cpu", _unmet_cpu, "keysift.ops.score.kernel_cpu:run"),
+    Kernel("reference", _unmet_reference, "keysift.ops.score.reference:run"),
+)
+
+
+def index_scores(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    k_scale: torch.Tensor | None,
+    weights: torch.Tensor,
+    starts: torch.Tensor | None = None,
+    ends: torch.Tensor | None = None,
+    *,
+    out: torch.Tensor | None = None,
+    kernel: str | None = None,
+) -> torch.Tensor:
+    """The index logits of packed queries against keys in one piece: prefill.
+
+    q             [M, H, D] float32, bfloat16, float16 or float8_e4m3fn
+    k             [N, D] any of these, not necessarily the one of q
+    k_scale       [N] float32, one per key, or None for 1
+    weights       [M, H] float32; query scale, D**-0.5 and H**-0.5 are folded in by the caller
+    starts, ends  [M] int32 or int64: row m is scored against keys [start, end); clamped; default [0, N)
+    out           float32 [>= M, >= N], any row stride
+    kernel        a kernel of `keysift explain score` by name; it runs or raises
+
+    Returns float32 [M, N] (or `out`), accumulated in float32. A cell outside its row's window is not written: it holds
+    whatever the memory held. The scores of one row do not depend on the other rows of the call.
+    Raises ValueError or TypeError before anything is written.
+    Formula: the lightning indexer of DeepSeek-V3.2 (DeepSeek-AI, 2025), ReLU before the head weight.
+
+    Equivalent to, without windows:
+        torch.einsum("mhn,mh->mn", torch.einsum("mhd,nd->mhn", q, k).relu(), weights) * k_scale
+
+    >>> q, k = torch.tensor([[[1.0, 0.0], [0.0, 1.0]]]), torch.tensor([[2.0, 3.0], [-4.0, 5.0]])
+    >>> index_scores(q, k, None, torch.tensor([[1.0, 10.0]]))
+    tensor([[32., 50.]])
+    """
+    checks.check_queries(q, weights)
+    checks.check_keys(q, k, k_scale)
+    checks.check_windows(q, starts, ends)
+    rows, columns = q.shape[0], k.shape[0]
+    if out is None:
+        out = q.new_empty(rows, columns, dtype=torch.float32)
+    checks.check_out(q, out, columns)
+    torch.ops.keysift.score(q, k, k_scale, weights, starts, ends, 1, None, out, kernel)
+    return out
+
+
+def paged_index_scores(
+    q: torch.Tensor,
+    cache: torch.Tensor,
+    weights: torch.Tensor,
+    seq_lens: torch.Tensor,
+    block_table: torch.Tensor,
+    next_n: int = 1,
+    *,
+    out: torch.Tensor | None = None,
+    kernel: str | None = None,
+) -> torch.Tensor:
+    """The index logits of decoding queries against a paged cache: `next_n` queries per request, windows from column 0.
+
+    q            [B * next_n, H, D] float32, bfloat16 or float16; row b * next_n + j is query j of request b
+    cache        [pages, page_size, D] float32, bfloat16 or float16; any page stride
+    weights      [B * next_n, H] float32; query scale, D**-0.5 and H**-0.5 are folded in by the caller
+    seq_lens     [B]: row b * next_n + j ends at seq_lens[b] - next_n + j + 1; or
+                 [B, next_n]: that row ends at seq_lens[b, j]; int32 or int64, clamped to the columns
+    block_table  [B, P] int32 or int64: column c of request b lies in page block_table[b, c // page_size]. Entries that no
+                 row of the request reaches may hold anything
+    out          float32 [>= B * next_n, W], any row stride; W columns are scored at most, default P * page_size
+    kernel       a kernel of `keysift explain score` by name; it runs or raises
+
+    Returns float32 [B * next_n, W]; cells at or beyond a row's end are not written. A cache [B, T, D] of one piece per
+    request is pages of T with the block table [[0], [1], ...].
+    Raises ValueError or TypeError before anything is written.
+
+    Equivalent to, for next_n = 1 and each request b:
+        k = cache[block_table[b]].flatten(0, 1)
+        index_scores(q[b : b + 1], k, None, weights[b : b + 1], ends=seq_lens[b : b + 1])
+
+    >>> cache = torch.tensor([[[1.0], [2.0]], [[3.0], [4.0]]])
+    >>> q, weights = torch.ones(1, 1, 1), torch.ones(1, 1)
+    >>> paged_index_scores(q, cache, weights, torch.tensor([4]), torch.tensor([[1, 0]]))
+    tensor([[3., 4., 1., 2.]])
+    """
+    checks.check_queries(q, weights)
+    checks.check_cache(q, cache)
+    ends = checks.check_requests(q, seq_lens, block_table, next_n)
+    if out is None:
+        out = q.new_empty(q.shape[0], block_table.shape[1] * cache.shape[1], dtype=torch.float32)
+    checks.check_out(q, out, 0)
+    torch.ops.keysift.score(q, cache, None, weights, None, ends, next_n, block_table, out, kernel)
+    return out
+
+
+def _problem(q: torch.Tensor, k: torch.Tensor, block_table: torch.Tensor | None, out: torch.Tensor) -> Problem:
+    columns, page_size = (k.shape[0], 0) if block_table is None else (out.shape[1], k.shape[1])
+    rows, heads, head_dim = q.shape
+    return Problem(dispatch.device_of(q.device), q.dtype, k.dtype, rows, columns, heads, head_dim, page_size)
+
+
+def _score(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    k_scale: torch.Tensor | None,
+    weights: torch.Tensor,
+    starts: torch.Tensor | None,
+    ends: torch.Tensor | None,
+    next_n: int,
+    block_table: torch.Tensor | None,
+    out: torch.Tensor,
+    kernel: str | None,
+) -> None:
+    """The operator: choose a kernel from static facts and run it. `ends` holds one length per row or per request."""
+    problem = _problem(q, k, block_table, out)
+    chosen = dispatch.choose("score", KERNELS, problem, kernel)
+    if dispatch.CHECK_VALUES:
+        checks.check_values(k, starts, ends, next_n, block_table, problem.rows, problem.columns)
+    if problem.rows and problem.columns:
+        chosen.load()(q, k, k_scale, weights, starts, ends, next_n, block_table, out[: problem.rows])
+
+
+def _score_fake(*args: object) -> None:
+    """Everything is written in place, so a trace learns nothing new from the call."""
+
+
+_LIBRARY = torch.library.Library("keysift", "FRAGMENT")
+_LIBRARY.define(
+    "score(Tensor q, Tensor k, Tensor? k_scale, Tensor weights, Tensor? starts, Tensor? ends, int next_n, "
+    "Tensor? block_table, Tensor(a!) out, str? kernel) -> ()"
+)
+_LIBRARY.impl("score", _score, "CompositeExplicitAutograd")
+torch.library.register_fake("keysift::score", _score_fake, lib=_LIBRARY)

@@ -1,0 +1,125 @@
+"""What score refuses, before anything is launched or written. Messages name the argument, what was given, what is accepted."""
+
+import torch
+
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+FLOATS_AND_FP8 = (*FLOATS, torch.float8_e4m3fn)
+INTEGERS = (torch.int32, torch.int64)
+
+
+def check_queries(q: torch.Tensor, weights: torch.Tensor) -> None:
+    """q [M, H, D] with weights [M, H]."""
+    _check_dtype("q", q, FLOATS_AND_FP8)
+    if q.ndim != 3:
+        raise ValueError(f"q has shape {list(q.shape)}; it must be [rows, heads, head size]")
+    if q.shape[1] == 0 or q.shape[2] == 0:
+        raise ValueError(f"q has shape {list(q.shape)}; heads and head size must be at least 1")
+    _check_dtype("weights", weights, (torch.float32,))
+    _check_device(q, "weights", weights)
+    if weights.shape != q.shape[:2]:
+        raise ValueError(f"weights has shape {list(weights.shape)}; q has {list(q.shape[:2])} rows and heads, which it must match")
+
+
+def check_keys(q: torch.Tensor, k: torch.Tensor, k_scale: torch.Tensor | None) -> None:
+    """k [N, D] in one piece, k_scale [N]."""
+    _check_dtype("k", k, FLOATS_AND_FP8)
+    _check_device(q, "k", k)
+    if k.ndim != 2 or k.shape[1] != q.shape[2]:
+        raise ValueError(f"k has shape {list(k.shape)}; q has heads of {q.shape[2]}, so it must be [columns, {q.shape[2]}]")
+    if k_scale is not None:
+        _check_dtype("k_scale", k_scale, (torch.float32,))
+        _check_device(q, "k_scale", k_scale)
+        if k_scale.shape != k.shape[:1]:
+            raise ValueError(f"k_scale has shape {list(k_scale.shape)}; k has {k.shape[0]} keys, so it must be [{k.shape[0]}]")
+
+
+def check_cache(q: torch.Tensor, cache: torch.Tensor) -> None:
+    """cache [pages, page_size, D]."""
+    _check_dtype("q", q, FLOATS)
+    _check_dtype("cache", cache, FLOATS)
+    _check_device(q, "cache", cache)
+    if cache.ndim != 3 or cache.shape[1] == 0 or cache.shape[2] != q.shape[2]:
+        raise ValueError(
+            f"cache has shape {list(cache.shape)}; q has heads of {q.shape[2]}, so it must be [pages, page size, {q.shape[2]}]"
+        )
+
+
+def check_windows(q: torch.Tensor, starts: torch.Tensor | None, ends: torch.Tensor | None) -> None:
+    """One bound per row, or none."""
+    for name, bound in (("starts", starts), ("ends", ends)):
+        if bound is not None:
+            _check_dtype(name, bound, INTEGERS)
+            _check_device(q, name, bound)
+            if bound.shape != q.shape[:1]:
+                raise ValueError(f"{name} has shape {list(bound.shape)}; q has {q.shape[0]} rows, so it must be [{q.shape[0]}]")
+
+
+def check_requests(q: torch.Tensor, seq_lens: torch.Tensor, block_table: torch.Tensor, next_n: int) -> torch.Tensor:
+    """Lengths [B] or [B, next_n] and a block table [B, P] for B * next_n rows; returns the lengths flat."""
+    if isinstance(next_n, bool) or not isinstance(next_n, int):
+        raise TypeError(f"next_n is {next_n!r}; it must be an int")
+    if next_n < 1:
+        raise ValueError(f"next_n is {next_n}; it must be at least 1")
+    for name, tensor in (("seq_lens", seq_lens), ("block_table", block_table)):
+        _check_dtype(name, tensor, INTEGERS)
+        _check_device(q, name, tensor)
+    if seq_lens.ndim not in (1, 2) or (seq_lens.ndim == 2 and seq_lens.shape[1] != next_n):
+        raise ValueError(f"seq_lens has shape {list(seq_lens.shape)}; it may be [B] or [B, next_n] with next_n = {next_n}")
+    requests = seq_lens.shape[0]
+    if requests * next_n != q.shape[0]:
+        raise ValueError(
+            f"seq_lens has {requests} requests of next_n = {next_n} tokens; q has {q.shape[0]} rows, not {requests * next_n}"
+        )
+    if block_table.ndim != 2 or block_table.shape[0] != requests:
+        raise ValueError(f"block_table has shape {list(block_table.shape)}; it must be [{requests}, pages per request]")
+    return seq_lens.reshape(-1)
+
+
+def check_out(q: torch.Tensor, out: torch.Tensor, columns: int) -> None:
+    """out float32 [at least M, at least `columns`] with adjacent columns."""
+    _check_dtype("out", out, (torch.float32,))
+    _check_device(q, "out", out)
+    if out.ndim != 2 or out.shape[0] < q.shape[0] or out.shape[1] < columns:
+        raise ValueError(f"out has shape {list(out.shape)}; it must be [at least {q.shape[0]}, at least {columns}]")
+    if out.shape[1] > 1 and out.stride(1) != 1:
+        raise ValueError(f"out has stride {out.stride(1)} in its last dimension; it must be 1")
+
+
+def check_values(
+    k: torch.Tensor,
+    starts: torch.Tensor | None,
+    ends: torch.Tensor | None,
+    next_n: int,
+    block_table: torch.Tensor | None,
+    rows: int,
+    columns: int,
+) -> None:
+    """KEYSIFT_CHECK=1: refuse windows that clamping would change, and pages that the cache lacks. Synchronises."""
+    for name, bound in (("starts", starts), ("ends or seq_lens", ends)):
+        if bound is not None:
+            _refuse_first(name, bound, (bound < 0) | (bound > columns), f"[0, {columns}]")
+    if block_table is not None and ends is not None and rows:
+        last = ends.reshape(len(block_table), -1).amax(1)  # per request, whether lengths are given per row or per request
+        first_column = torch.arange(block_table.shape[1], device=k.device) * k.shape[1]
+        bad = (first_column < last[:, None]) & ((block_table < 0) | (block_table >= k.shape[0]))
+        worst = block_table.gather(1, bad.int().argmax(1, keepdim=True))[:, 0]
+        _refuse_first("block_table", worst, bad.any(1), f"pages of [0, {k.shape[0]}) below the request's length")
+
+
+def _refuse_first(name: str, tensor: torch.Tensor, bad: torch.Tensor, accepted: str) -> None:
+    rows = bad.nonzero()
+    if rows.numel():
+        row = int(rows[0, 0])
+        raise ValueError(f"{name}[{row}] is {int(tensor[row])}; it may be {accepted} (row {row} is the first of {len(rows)} bad ones)")
+
+
+def _check_dtype(name: str, tensor: torch.Tensor, accepted: tuple[torch.dtype, ...]) -> None:
+    if not isinstance(tensor, torch.Tensor):
+        raise TypeError(f"{name} is {type(tensor).__name__}; it must be a torch.Tensor")
+    if tensor.dtype not in accepted:
+        raise TypeError(f"{name} is {tensor.dtype}; it may be {', '.join(str(dtype) for dtype in accepted)}")
+
+
+def _check_device(q: torch.Tensor, name: str, tensor: torch.Tensor) -> None:
+    if tensor.device != q.device:
+        raise ValueError(f"{name} is on {tensor.device}; q is on {q.device}")

@@ -1,0 +1,5 @@
+"""q, indices, latents -> output, lse."""
+
+from .api import sparse_mla
+
+__all__ = ["sparse_mla"]

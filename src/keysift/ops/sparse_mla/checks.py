@@ -1,0 +1,73 @@
+"""What sparse_mla refuses, before anything is launched or written. Messages name the argument, what was given, what is accepted."""
+
+import torch
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def check_queries(q: torch.Tensor) -> None:
+    """q [T, heads, D]."""
+    _check_dtype("q", q, DTYPES)
+    if q.ndim != 3 or q.shape[1] == 0 or q.shape[2] == 0:
+        raise ValueError(f"q has shape {list(q.shape)}; it must be [tokens, heads, head size], heads and size at least 1")
+
+
+def check_latents(q: torch.Tensor, kv: torch.Tensor, value_dim: int) -> None:
+    """kv [N, D] or [pages, page_size, D]; 1 <= value_dim <= D."""
+    _check_dtype("kv", kv, DTYPES)
+    _check_device(q, "kv", kv)
+    dim = q.shape[2]
+    if kv.ndim not in (2, 3) or kv.shape[-1] != dim:
+        raise ValueError(
+            f"kv has shape {list(kv.shape)}; q has heads of {dim}, so it may be [slots, {dim}] or [pages, page size, {dim}]"
+        )
+    if kv.ndim == 3 and kv.shape[0] > 1 and kv.shape[1] > 1 and kv.stride(0) != kv.shape[1] * kv.stride(1):
+        raise ValueError(f"kv has strides {list(kv.stride())}; its pages must follow one another without gaps")
+    if kv.shape[:-1].numel() >= 2**31:
+        raise ValueError(f"kv has {kv.shape[:-1].numel()} slots; an int32 index reaches 2**31 - 1")
+    if isinstance(value_dim, bool) or not isinstance(value_dim, int):
+        raise TypeError(f"value_dim is {value_dim!r}; it must be an int")
+    if not 1 <= value_dim <= dim:
+        raise ValueError(f"value_dim is {value_dim}; it may be 1 to {dim}, the width of kv")
+
+
+def check_indices(q: torch.Tensor, kv: torch.Tensor, indices: torch.Tensor) -> None:
+    """indices int32 [T, k]."""
+    _check_dtype("indices", indices, (torch.int32,))
+    _check_device(q, "indices", indices)
+    if indices.ndim != 2 or indices.shape[0] != q.shape[0]:
+        raise ValueError(f"indices has shape {list(indices.shape)}; q has {q.shape[0]} tokens, so it must be [{q.shape[0]}, k]")
+
+
+def check_out(q: torch.Tensor, name: str, tensor: torch.Tensor, dtype: torch.dtype, tail: tuple[int, ...]) -> None:
+    """[at least T, *tail] with contiguous rows."""
+    _check_dtype(name, tensor, (dtype,))
+    _check_device(q, name, tensor)
+    if tensor.ndim != 1 + len(tail) or tensor.shape[0] < q.shape[0] or tensor.shape[1:] != tail:
+        raise ValueError(f"{name} has shape {list(tensor.shape)}; it must be {[f'at least {q.shape[0]}', *tail]}")
+    if tensor.shape[0] and not tensor[0].is_contiguous():
+        raise ValueError(f"{name} has strides {list(tensor.stride())}; the part of a token must be contiguous")
+
+
+def check_values(kv: torch.Tensor, indices: torch.Tensor) -> None:
+    """KEYSIFT_CHECK=1: refuse slots that kv lacks; any negative index other than -1 is one. Synchronises."""
+    slots = kv.shape[:-1].numel()
+    bad = ((indices < -1) | (indices >= slots)).nonzero()
+    if bad.numel():
+        token, column = (int(position) for position in bad[0])
+        raise ValueError(
+            f"indices[{token}, {column}] is {int(indices[token, column])}; it may be -1 or [0, {slots}) "
+            f"(token {token} is the first of {len(bad[:, 0].unique())} bad ones)"
+        )
+
+
+def _check_dtype(name: str, tensor: torch.Tensor, accepted: tuple[torch.dtype, ...]) -> None:
+    if not isinstance(tensor, torch.Tensor):
+        raise TypeError(f"{name} is {type(tensor).__name__}; it must be a torch.Tensor")
+    if tensor.dtype not in accepted:
+        raise TypeError(f"{name} is {tensor.dtype}; it may be {', '.join(str(dtype) for dtype in accepted)}")
+
+
+def _check_device(q: torch.Tensor, name: str, tensor: torch.Tensor) -> None:
+    if tensor.device != q.device:
+        raise ValueError(f"{name} is on {tensor.device}; q is on {q.device}")
