@@ -1,0 +1,183 @@
+"""Figures and tables from the records in benchmarks/results; nothing here measures anything.
+
+python benchmarks/figures.py select RECORD --out FILE   time over the read floor against columns, a panel per row count
+python benchmarks/figures.py readme                     write the block between the marks in README.md anew
+"""
+
+import pathlib
+import re
+from collections import defaultdict
+from typing import Annotated, Any
+
+import typer
+
+from keysift.benchmarks.cases import Case
+from keysift.benchmarks.record import Record, over_floor, peers_of, read
+
+ROOT = pathlib.Path(__file__).parent.parent
+RESULTS = ROOT / "benchmarks" / "results"
+BEGIN, END = "<!-- figures: select -->", "<!-- /figures: select -->"
+#: What README shows of a record, where the record has it.
+SHOWN = {
+    "cpu": [
+        *(Case("decode", *shape) for shape in ((1, 131072), (64, 32768), (64, 4096))),
+        *(Case("decode", *shape, data=data) for shape in ((1, 131072), (64, 32768)) for data in ("equal", "narrow")),
+        Case("decode", 64, 32768, 64),
+    ],
+    "cuda": [
+        *(Case("decode", rows, columns) for rows in (1, 16, 64, 256) for columns in (8192, 32768, 131072)),
+        *(Case("decode", 64, 131072, data=data) for data in ("equal", "narrow")),
+        *(Case("prefill", *shape) for shape in ((2048, 8192), (2048, 32768), (8192, 8192), (8192, 65536))),
+    ],
+}
+
+app = typer.Typer(help=__doc__, no_args_is_help=True)
+
+
+@app.command()
+def select(
+    record: pathlib.Path,
+    out: Annotated[pathlib.Path, typer.Option(help="A .png, .svg or .pdf.")] = pathlib.Path("select.svg"),
+    k: Annotated[int, typer.Option(help="Keys selected per row.")] = 2048,
+) -> None:
+    """Draw a record: normal float32 data, ours in colour, what is recorded of peers and torch.topk in grey."""
+    draw(read(record), out, k)
+    typer.echo(f"figure: {out}")
+
+
+@app.command()
+def readme() -> None:
+    """Write the figures in README.md anew from the records in benchmarks/results."""
+    path = ROOT / "README.md"
+    path.write_text(with_block(path.read_text(), block(RESULTS)))
+    typer.echo(f"figures: {path}")
+
+
+def draw(record: Record, out: pathlib.Path, k: int) -> None:
+    """One panel per phase and row count; time over the read floor of the same run against columns."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    from matplotlib import pyplot as plt
+    from matplotlib import ticker
+
+    panels: dict[tuple[str, int], list[dict[str, Any]]] = defaultdict(list)
+    for name, entry in record["cases"].items():
+        if (entry["k"], entry["data"], entry["dtype"]) == (k, "normal", "float32") and over_floor(entry) is not None:
+            panels[entry["phase"], entry["rows"]].append({"name": name, **entry})
+    if not panels:
+        raise typer.BadParameter(f"the record has no timed case of k = {k} with normal float32 data")
+    across = min(4, len(panels))
+    down = -(-len(panels) // across)
+    figure, axes = plt.subplots(down, across, figsize=(3.4 * across, 2.8 * down), squeeze=False, sharey=True)
+    for axis, ((phase, rows), entries) in zip(axes.flat, sorted(panels.items()), strict=False):
+        entries.sort(key=lambda entry: int(entry["columns"]))
+        columns = [entry["columns"] for entry in entries]
+        for label, points, style in _lines(entries, peers_of(record)):
+            axis.plot(columns, points, label=label, **style)
+        axis.set(title=f"{phase}, {rows} row{'s' if rows > 1 else ''}", xscale="log", yscale="log", xticks=columns)
+        axis.xaxis.set_major_formatter(ticker.FuncFormatter(lambda tick, _: f"{tick / 1024:g}k"))
+        axis.xaxis.set_minor_locator(ticker.NullLocator())
+        axis.yaxis.set_major_formatter(ticker.FuncFormatter(lambda tick, _: f"{tick:g}"))
+        axis.grid(visible=True, which="both", alpha=0.2)
+    for axis in list(axes.flat)[len(panels) :]:
+        axis.set_visible(False)
+    for axis in axes[:, 0]:
+        axis.set_ylabel("time / read floor")
+    handles = {label: line for axis in axes.flat for line, label in zip(*axis.get_legend_handles_labels(), strict=True)}
+    figure.legend(handles.values(), handles, loc="lower center", ncols=len(handles), frameon=False)
+    figure.suptitle(f"select, k = {k}, {record['mode']}, {record['device']}, {record['date']}")
+    figure.tight_layout(rect=(0, 0.06, 1, 0.98))
+    figure.savefig(out)
+    plt.close(figure)
+
+
+def _lines(
+    entries: list[dict[str, Any]], peers: dict[str, dict[str, Any]]
+) -> list[tuple[str, list[float], dict[str, Any]]]:
+    """(label, one value per entry, style) of a panel; nan where there is no value."""
+    nan = float("nan")
+
+    def recorded(key: str) -> list[float]:
+        found = [peers.get(entry["name"]) for entry in entries]
+        return [nan if peer is None else peer[key] / peer["floor_us"] for peer in found]
+
+    fallback = [entry["others"].get("fallback", {}) for entry in entries]
+    lines: list[tuple[str, list[float], dict[str, Any]]] = [
+        (
+            "torch.topk as fallback",
+            [t["us"] / e["floor"]["us"] if t.get("checked") else nan for t, e in zip(fallback, entries, strict=True)],
+            {"color": "0.7", "linestyle": ":"},
+        ),
+        (
+            "keysift",
+            [over_floor(entry) or nan for entry in entries],
+            {"color": "tab:blue", "marker": "o", "linewidth": 2},
+        ),
+    ]
+    if peers:
+        lines += [
+            ("best recorded peer", recorded("best_us"), {"color": "0.55"}),
+            ("best recorded always-exact peer", recorded("best_always_exact_us"), {"color": "0.55", "linestyle": "--"}),
+        ]
+    return lines
+
+
+def block(results: pathlib.Path) -> str:
+    """What README says between its marks: a table per record, beside its machine, versions, date and command."""
+    records = [read(path) for path in sorted(results.glob("select-*.json"))]
+    return "\n\n".join(_section(record) for record in records)
+
+
+def with_block(text: str, made: str) -> str:
+    """`text` with `made` between its marks. Raises ValueError where a mark is missing."""
+    pattern = re.compile(re.escape(BEGIN) + ".*?" + re.escape(END), re.DOTALL)
+    if not pattern.search(text):
+        raise ValueError(f"README.md has no block between {BEGIN} and {END}")
+    return pattern.sub(lambda _: f"{BEGIN}\n\n{made}\n\n{END}", text)
+
+
+def _section(record: Record) -> str:
+    versions = ", ".join(f"{name} {version}" for name, version in record["versions"].items())
+    peers = peers_of(record)
+    other = "topk" if record["device_type"] == "cpu" else "fallback"
+    heading = "`torch.topk`, unsorted" if other == "topk" else "`torch.topk` as a fallback uses it"
+    lines = [
+        f"**{record['device']}**"
+        + (f", driver {record['driver']}" if record["driver"] else "")
+        + f", {record['mode']}:",
+        "",
+        f"| rows x columns | k | data | kernel | us (p20 to p80) | over the read floor | {heading}, us | faster by |"
+        + (" best recorded peer, us |" if peers else ""),
+        "|---|---|---|---|---|---|---|---|" + ("---|" if peers else ""),
+    ]
+    for case in SHOWN["cpu" if record["device_type"] == "cpu" else "cuda"]:
+        entry = record["cases"].get(case.name)
+        if entry is None or over_floor(entry) is None:
+            continue
+        ours, beside = entry["kernels"][entry["chosen"]], entry["others"].get(other, {"checked": False})
+        phase = "" if case.phase == "decode" else " prefill"
+        cells = [
+            f"{case.rows} x {case.columns}{phase}",
+            str(case.k),
+            case.data,
+            entry["chosen"],
+            f"{_us(ours['us'])} ({_us(ours['p20_us'])} to {_us(ours['p80_us'])})",
+            f"{over_floor(entry):.1f}x",
+            *([_us(beside["us"]), f"{beside['us'] / ours['us']:.1f}x"] if beside["checked"] else ["-", "-"]),
+        ]
+        if peers:
+            peer = peers.get(case.name)
+            cells.append(f"{_us(peer['best_us'])} ({peer['best']})" if peer else "-")
+        lines.append(f"| {' | '.join(cells)} |")
+    commit = (record["commit"] or "unknown")[:12] + (", with changes" if record["dirty"] else "")
+    lines += ["", f"`{record['command']}`, {record['date']}, commit {commit}, {versions}"]
+    return "\n".join(lines)
+
+
+def _us(us: float) -> str:
+    return f"{us:.1f}" if us < 100 else f"{us:.0f}"
+
+
+if __name__ == "__main__":
+    app()

@@ -1,0 +1,130 @@
+"""The command `keysift bench select`: from its options to a table, a record and an exit code."""
+
+import pathlib
+from collections.abc import Collection
+from dataclasses import fields
+
+import torch
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from keysift.benchmarks import bench_select as bench
+from keysift.benchmarks import record as records
+from keysift.benchmarks.cases import DATA, DTYPES, PHASES, SETS, Case, case_set
+from keysift.benchmarks.harness import MODES
+from keysift.benchmarks.report import table
+from keysift.ops.select.api import KERNELS
+
+#: What `--against` allows by default: repeats differ by 1.5 % on a GPU (95th percentile); a shared CPU is noisier.
+MARGINS = {"cpu": 0.5, "cuda": 0.1}
+
+Shape = tuple[int | None, int | None, int, str, str, str]
+
+
+def bench_select(
+    shape: Shape,
+    kernels: tuple[str, ...],
+    set_name: str,
+    mode: str,
+    device_name: str | None,
+    seconds: float,
+    json: pathlib.Path | None,
+    against: pathlib.Path | None,
+    margin: float | None,
+    commit: str | None,
+) -> None:
+    """Exits 1 where a kernel of ours gave a wrong result, or lost against the record; 2 for options that do not fit."""
+    device = _device(device_name, set_name)
+    _one_of("--mode", mode, MODES)
+    for name in kernels:
+        _one_of("--kernel", name, [kernel.name for kernel in KERNELS])
+    if against is not None and kernels:
+        raise typer.BadParameter("--against compares the kernel that is chosen; leave --kernel out")
+    then = None if against is None else _read(against)
+    cases = _cases(shape, set_name, device, then)
+
+    record = records.new(device, mode, commit)
+    # A table that is written to a file is as wide as it needs to be.
+    console = Console() if Console().is_terminal else Console(width=200)
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
+        task = progress.add_task(cases[0].name, total=len(cases))
+
+        def done(case: Case, entry: bench.Entry) -> None:
+            record["cases"][case.name] = entry
+            number = len(record["cases"])
+            progress.update(task, completed=number, description=cases[min(number, len(cases) - 1)].name)
+            if json is not None:
+                records.write(record, json)
+
+        bench.run(cases, device, mode=mode, kernels=kernels, seconds=seconds, done=done)
+    console.print(table(record))
+    if json is not None:
+        console.print(f"record: {json}")
+
+    faults = [f"{name}: {fault}" for name, entry in record["cases"].items() for fault in bench.faults(entry)]
+    for fault in faults:
+        console.print(f"[red]wrong[/] {fault}", highlight=False)
+    lost = (
+        _lost(record, then, margin if margin is not None else MARGINS[device.type], console) if then is not None else []
+    )
+    if faults or lost:
+        raise typer.Exit(1)
+
+
+def _lost(now: records.Record, then: records.Record, margin: float, console: Console) -> list[str]:
+    try:
+        lost = records.losses(now, then, margin)
+    except ValueError as error:
+        raise typer.BadParameter(f"--against: {error}") from error
+    if now["device"] != then["device"]:
+        console.print(f"the record is from {then['device']}; times are compared over each machine's own read floor")
+    for loss in lost:
+        console.print(f"[red]lost[/] {loss}", highlight=False)
+    common = sum(name in now["cases"] for name in then["cases"])
+    console.print(
+        f"against the record: {common} of its {len(then['cases'])} cases, margin {margin:.0%}: {len(lost)} lost"
+    )
+    return lost
+
+
+def _cases(shape: Shape, set_name: str, device: torch.device, then: records.Record | None) -> list[Case]:
+    rows, columns, k, data, dtype, phase = shape
+    _one_of("--data", data, DATA)
+    _one_of("--dtype", dtype, DTYPES)
+    _one_of("--phase", phase, PHASES)
+    if (rows is None) != (columns is None):
+        raise typer.BadParameter("--rows and --columns go together")
+    if rows is not None and columns is not None:
+        if min(rows, columns, k) < 1:
+            raise typer.BadParameter("--rows, --columns and --k must be at least 1")
+        return [Case(phase, rows, columns, k, data, dtype)]
+    if then is not None and set_name == "default":
+        names = [field.name for field in fields(Case)]
+        return [Case(**{name: entry[name] for name in names}) for entry in then["cases"].values()]
+    _one_of("--set", set_name, SETS)
+    return case_set(set_name, device)
+
+
+def _device(name: str | None, set_name: str) -> torch.device:
+    if name is None:
+        name = "cuda" if torch.cuda.is_available() and set_name != "cpu" else "cpu"
+    _one_of("--device", name, MARGINS)
+    if name == "cpu":
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise typer.BadParameter("--device is cuda; torch finds none here")
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+def _read(path: pathlib.Path) -> records.Record:
+    try:
+        return records.read(path)
+    except (OSError, ValueError) as error:
+        raise typer.BadParameter(f"--against: {error}") from error
+
+
+def _one_of(option: str, given: str, accepted: Collection[str]) -> None:
+    if given not in accepted:
+        raise typer.BadParameter(f"{option} is {given!r}; it may be {', '.join(accepted)}")
