@@ -199,7 +199,7 @@ def test_what_is_no_record_is_refused(tmp_path):
 
 
 def test_optional_packages_are_imported_only_when_needed():
-    packages = {"numba", "triton", "matplotlib", "cuda.core"}
+    packages = {"numba", "triton", "matplotlib", "cuda.core", "hypothesis", "pytest"}
     code = f"import sys, keysift.benchmarks.command; print(sorted({packages} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"

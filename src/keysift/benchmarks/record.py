@@ -14,8 +14,10 @@ from typing import Any
 
 import torch
 
+import keysift
+
 SCHEMA = 1
-PACKAGES = ("keysift", "torch", "triton", "numba", "numpy", "cuda-core", "flashinfer-python")
+PACKAGES = ("torch", "triton", "numba", "numpy", "cuda-core", "flashinfer-python")
 Record = dict[str, Any]
 
 
@@ -121,7 +123,7 @@ def _driver(device: torch.device) -> str | None:
 
 
 def _versions() -> dict[str, str]:
-    found = {"python": platform.python_version()}
+    found = {"python": platform.python_version(), "keysift": keysift.__version__}
     for package in PACKAGES:
         try:
             found[package] = importlib.metadata.version(package)
