@@ -69,16 +69,22 @@ def draw(record: Record, out: pathlib.Path, k: int) -> None:
         raise typer.BadParameter(f"the record has no timed case of k = {k} with normal float32 data")
     across = min(4, len(panels))
     down = -(-len(panels) // across)
-    figure, axes = plt.subplots(down, across, figsize=(3.4 * across, 2.8 * down), squeeze=False, sharey=True)
+    figure, axes = plt.subplots(
+        down, across, figsize=(3.4 * across, 2.8 * down), squeeze=False, sharex=True, sharey=True
+    )
     for axis, ((phase, rows), entries) in zip(axes.flat, sorted(panels.items()), strict=False):
         entries.sort(key=lambda entry: int(entry["columns"]))
         columns = [entry["columns"] for entry in entries]
         for label, points, style in _lines(entries, peers_of(record)):
             axis.plot(columns, points, label=label, **style)
-        axis.set(title=f"{phase}, {rows} row{'s' if rows > 1 else ''}", xscale="log", yscale="log", xticks=columns)
+        axis.set(title=f"{phase}, {rows} row{'s' if rows > 1 else ''}", xscale="log", yscale="log")
+        axis.xaxis.set_major_locator(ticker.LogLocator(base=2))
         axis.xaxis.set_major_formatter(ticker.FuncFormatter(lambda tick, _: f"{tick / 1024:g}k"))
         axis.xaxis.set_minor_locator(ticker.NullLocator())
+        axis.yaxis.set_major_locator(ticker.LogLocator(subs=(1, 2, 5)))
+        axis.yaxis.set_minor_locator(ticker.NullLocator())
         axis.yaxis.set_major_formatter(ticker.FuncFormatter(lambda tick, _: f"{tick:g}"))
+        axis.tick_params(labelbottom=True)
         axis.grid(visible=True, which="both", alpha=0.2)
     for axis in list(axes.flat)[len(panels) :]:
         axis.set_visible(False)
@@ -107,7 +113,7 @@ def _lines(
         (
             "torch.topk as fallback",
             [t["us"] / e["floor"]["us"] if t.get("checked") else nan for t, e in zip(fallback, entries, strict=True)],
-            {"color": "0.7", "linestyle": ":"},
+            {"color": "0.7", "marker": ".", "linestyle": ":"},
         ),
         (
             "keysift",
@@ -117,8 +123,12 @@ def _lines(
     ]
     if peers:
         lines += [
-            ("best recorded peer", recorded("best_us"), {"color": "0.55"}),
-            ("best recorded always-exact peer", recorded("best_always_exact_us"), {"color": "0.55", "linestyle": "--"}),
+            ("best recorded peer", recorded("best_us"), {"color": "0.55", "marker": "."}),
+            (
+                "best recorded always-exact peer",
+                recorded("best_always_exact_us"),
+                {"color": "0.55", "marker": ".", "linestyle": "--"},
+            ),
         ]
     return lines
 

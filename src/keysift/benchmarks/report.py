@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from rich import box
 from rich.table import Table
 
 from keysift.benchmarks.record import Record, peers_of
@@ -15,6 +16,7 @@ def table(record: Record) -> Table:
         title=f"select, {record['mode']}, {record['device']}",
         caption="us: median (p20-p80). x floor: over reading the same scores once. vs: the other's time over ours; "
         "topk is torch.topk, fallback is torch.topk with mask, cast and -1.",
+        box=box.SIMPLE_HEAD,
         title_justify="left",
         caption_justify="left",
     )
