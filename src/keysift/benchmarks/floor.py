@@ -17,6 +17,7 @@ from keysift.dispatch import device_of
 #: (threads, words of 16 bytes that a thread has in flight), and blocks per multiprocessor in all.
 SHAPES = ((256, 4), (512, 4), (512, 8), (1024, 4))
 BLOCKS_PER_SM = (1, 2, 4, 8, 16)
+PLACES = (0, 1, 2, 7, 8, 5000, 16_383, 20_000)  # columns that the check of the kernels plants a value in
 WORDS = {4: ("unsigned int", torch.int32), 2: ("unsigned short", torch.int16)}
 
 
@@ -134,13 +135,11 @@ def _cuda_kernels(device: torch.device, element_size: int) -> dict[tuple[int, in
 @functools.cache
 def _verify(device: torch.device, element_size: int) -> None:
     """Every element inside a window is seen, none outside: plant a word of ones and look for the store."""
-    ends = [1003, 0, 517, 3]
+    columns, ends = 40_009, [40_009, 0, 20_517, 3]  # odd: rows begin at every alignment; long: loops are unrolled
     limits = torch.tensor(ends, dtype=torch.int32, device=device)
-    words = torch.zeros(
-        4, 1003, dtype=WORDS[element_size][1], device=device
-    )  # odd width: rows begin at every alignment
+    words = torch.zeros(len(ends), columns, dtype=WORDS[element_size][1], device=device)
     for splits in (1, 3):
-        sink = torch.zeros(4, splits, dtype=torch.int32, device=device)
+        sink = torch.zeros(len(ends), splits, dtype=torch.int32, device=device)
         for threads, unroll in SHAPES:
             read = _cuda_reader([words], limits, threads, unroll, splits, sink)
             how = f"the read floor ({_how(threads, unroll, splits)})"
@@ -151,11 +150,11 @@ def _verify(device: torch.device, element_size: int) -> None:
                 read(0)
                 if sink.any():
                     raise RuntimeError(f"{how} reads past the window [0, {end})")
-                for column in sorted({c for c in (0, 1, 2, 7, 8, 300, 514, end - 2, end - 1) if 0 <= c < end}):
+                for column in (c for c in (*PLACES, end - 2, end - 1) if 0 <= c < end):
                     words.zero_()
                     sink.zero_()
                     # Two 16-bit elements share a word, unless one of them is outside the window.
-                    other = column + 1 - 2 * ((row * 1003 + column) % 2) if element_size == 2 else column
+                    other = column + 1 - 2 * ((row * columns + column) % 2) if element_size == 2 else column
                     words[row, [column, other if 0 <= other < end else column]] = -1
                     read(0)
                     if not sink[row].any():
