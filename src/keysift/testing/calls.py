@@ -131,8 +131,8 @@ def _scores(case: Case, generator: torch.Generator) -> tuple[torch.Tensor, torch
 
 
 def _junk(dtype: torch.dtype) -> tuple[float, ...]:
-    """What nobody may read: each would win, or spoil a comparison."""
-    return torch.nan, torch.inf, torch.finfo(dtype).max
+    """What nobody may read: each would win, or spoil a comparison. +inf comes first, where a start might be ignored."""
+    return torch.inf, torch.finfo(dtype).max, torch.nan
 
 
 def _dirty(scores: torch.Tensor, lower: torch.Tensor, upper: torch.Tensor) -> None:
@@ -241,10 +241,11 @@ class Outputs:
         return [view[: self.rows] for view in self.views]
 
     def trespass(self) -> str:
-        """Where the call wrote outside its rows; empty if nowhere. Empties the rows it was given."""
+        """Where the call wrote outside its rows; empty if nowhere."""
         for name, buffer, region, poison in self._buffers:
-            region.fill_(poison)
-            if wrong := _first(buffer != poison):
+            wrote = buffer != poison
+            _same_view(wrote, region).fill_(False)
+            if wrong := _first(wrote):
                 return f"{name} is a view; element {wrong} of the buffer around it was written"
         return ""
 
@@ -264,6 +265,11 @@ class Outputs:
         if not (place := _first(wrong)):
             return ""
         return f"byte {place[0] - _WORKSPACE_GUARD} of a workspace of {self.workspace.numel()} bytes was written"
+
+
+def _same_view(tensor: torch.Tensor, view: torch.Tensor) -> torch.Tensor:
+    """The part of `tensor` that `view` is of another tensor with the same strides."""
+    return tensor.as_strided(view.shape, view.stride(), view.storage_offset())
 
 
 def _first(wrong: torch.Tensor) -> list[int]:

@@ -81,7 +81,7 @@ class _Rows:
 
     def findings(self) -> Iterator[Finding]:
         """The first wrong rows explained; where the selection is right, its order, values and counts."""
-        wanted = self.expressed(self.wanted)
+        wanted = self.expressed(self.wanted, self.lower, self.table)
         differs = (self.given.sort(1).values != wanted.sort(1).values).any(1)
         slot = torch.arange(self.case.k, device=self.given.device)
         # A page of -1 gives slots of -1 among the selected; otherwise -1 comes last.
@@ -100,18 +100,18 @@ class _Rows:
             yield ORDER, f"row {self.first + row}: sorted=True, but {_some(self.given[row])} is not in ascending order"
         yield from self.on_request()
 
-    def expressed(self, columns: torch.Tensor) -> torch.Tensor:
-        """Columns [.., k] (N: none) in the case's index base, -1 where there is none (select 6)."""
+    def expressed(self, columns: torch.Tensor, lower: torch.Tensor, table: torch.Tensor | None) -> torch.Tensor:
+        """Columns [R, k] (N: none) in the case's index base, -1 where there is none (select 6)."""
         selected = columns < self.case.columns
         if self.case.base == "column":
             return columns.where(selected, -1)
-        position = columns - self.lower[:, None]
-        if self.table is None or self.case.pages is None:
+        position = columns - lower[:, None]
+        if table is None or self.case.pages is None:
             return position.where(selected, -1)
         size = self.case.pages.size
-        if not self.table.shape[1]:
+        if not table.shape[1]:
             return torch.full_like(position, -1)
-        page = self.table.gather(1, (position // size).where(selected, 0))
+        page = table.gather(1, (position // size).where(selected, 0))
         return (page * size + position % size).where(selected & (page >= 0), -1)
 
     def columns(self) -> torch.Tensor:
@@ -179,8 +179,6 @@ class _Rows:
         """Whether the row is right for another index base, another window, or another row stride."""
         case, (lower, upper) = self.case, (int(self.lower[row]), int(self.upper[row]))
         given = self.given[row].sort().values
-        if not bool((given >= 0).any()):
-            return None
 
         def same(scores: torch.Tensor, first: int, last: int, bases: tuple[int, ...]) -> bool:
             ends = torch.tensor([[first], [last]], device=scores.device)
@@ -192,6 +190,10 @@ class _Rows:
         if case.pages is not None:
             if same(scores, lower, upper, (lower, 0)):
                 return PAGES, "the indices are positions or columns, not slots of the page table"
+            for other, table in enumerate(self.call.page_table[:8] if self.call.page_table is not None else ()):
+                slots = self.expressed(self.wanted[row : row + 1], self.lower[row : row + 1], table[None].long())
+                if torch.equal(slots[0].sort().values, given):
+                    return PAGES, f"the slots are those of table row {other}"
             return None
         base, other = (0, lower) if case.base == "column" else (lower, 0)
         if base != other and same(scores, lower, upper, (other,)):
@@ -200,19 +202,31 @@ class _Rows:
             )
             return BASE, f"the indices are {kind}"
         window = DECODE if case.seq_lens is not None else WINDOWS
-        for what, first, last in (("start", 0, upper), ("end", lower, case.columns), ("window", 0, case.columns)):
-            if (first, last) != (lower, upper) and same(scores, first, last, (first if base else 0, base)):
-                return window, f"the row's {what} is ignored"
-        stride, offset = case.columns + case.layout.row_pad, case.layout.offset
-        for what, begin in (
-            ("stride", offset + (self.first + row) * case.columns),
-            ("offset", (self.first + row) * stride),
+        for what, first, last in (
+            ("start is ignored", 0, upper),
+            ("end is ignored", lower, case.columns),
+            ("window is ignored", 0, case.columns),
+            ("window ends one column early", lower, max(upper - 1, lower)),
+            ("window ends one column late", lower, min(upper + 1, case.columns)),
         ):
-            if begin != offset + (self.first + row) * stride and not case.layout.transposed:
-                elsewhere = self.call.storage[begin : begin + case.columns][None]
-                if same(elsewhere, lower, upper, (base,)):
-                    return SCORES, f"the row is read where it would lie without its {what}"
+            # Where only the last column of all is missed, the window need not be the reason.
+            told = upper < case.columns or window == DECODE or "early" not in what
+            if told and (first, last) != (lower, upper) and same(scores, first, last, (first if base else 0, base)):
+                return window, f"the row's {what}"
+        for what, begin in self.elsewhere(self.first + row):
+            if same(self.call.storage[begin : begin + case.columns][None], lower, upper, (base,)):
+                return SCORES, f"the row is read where it would lie without its {what}"
         return None
+
+    def elsewhere(self, row: int) -> Iterator[tuple[str, int]]:
+        """Where a row would begin for somebody who overlooks how the scores lie; not for a few columns, all alike."""
+        layout, columns = self.case.layout, self.case.columns
+        if columns < 8:
+            return
+        if layout.transposed or (layout.row_pad and row):
+            yield "stride", layout.offset + row * columns
+        if layout.offset and not layout.transposed:
+            yield "offset", row * (columns + layout.row_pad)
 
     def detail(self, row: int, what: str) -> str:
         """Names the columns and values behind a broken property."""
@@ -266,7 +280,11 @@ class _Rows:
 
     def value_multiset(self) -> torch.Tensor:
         """Where pages are missing an index says nothing about its column: the values due, in order."""
-        return self.value_of(self.wanted.masked_fill(self.expressed(self.wanted) < 0, -1)).sort(1).values
+        return (
+            self.value_of(self.wanted.masked_fill(self.expressed(self.wanted, self.lower, self.table) < 0, -1))
+            .sort(1)
+            .values
+        )
 
 
 def _some(indices: torch.Tensor) -> str:

@@ -82,7 +82,7 @@ def _ulp_ladder(shape: Shape, dtype: torch.dtype, g: torch.Generator) -> torch.T
 def _crowd(shape: Shape, dtype: torch.dtype, g: torch.Generator) -> torch.Tensor:
     """Half of the row inside one quarter of a binade, a few above it, the rest below: rank k falls among the crowd."""
     draw, inside = _uniform(shape, g), 1 + 0.25 * _uniform(shape, g)
-    return torch.where(draw < 0.505, inside, torch.where(draw < 0.97, draw - 0.5, 2 + draw)).to(dtype)
+    return torch.where(draw < 0.53, inside, torch.where(draw < 0.97, draw - 0.5, 2 + draw)).to(dtype)
 
 
 def _heavy_tailed(shape: Shape, dtype: torch.dtype, g: torch.Generator) -> torch.Tensor:

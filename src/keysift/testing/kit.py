@@ -40,12 +40,12 @@ def check_select(
 ) -> Report:
     """Judge a selector by CONTRACT.md, select 1-9, and report line by line.
 
-    fn              takes what `keysift.select` takes; options that are the default are not passed. A `Selector` brings its
-                    decode and prefill forms, its workspace size and what it cannot run
+    fn              takes what `keysift.select` takes; options that are the default are not passed. A `Selector`
+                    brings its decode and prefill forms, its workspace size and what it cannot run
     decode          `decode(scores, k, seq_lens, next_n, out)`, as `keysift.select_decode`
     workspace_size  bytes of `workspace=` that a call needs, as `keysift.select_workspace_size`
-    features        what the selector claims to do (default: all of `FEATURES`); what it does not claim is not asked, and
-                    a line that nothing was asked about is reported as not claimed
+    features        what the selector claims to do (default: all of `FEATURES`); what it does not claim is not asked,
+                    and a line that nothing was asked about is reported as not claimed
     accepts         a narrower claim: a case for which it is False is not asked
     device, tier    where the calls run, and up to which size: "tiny", "cpu", "gpu"
     seed            of the data and of the random cases
@@ -156,17 +156,14 @@ class _Judgement:
         second = list(repeated) if isinstance(repeated, tuple) else [repeated]
         if any(not _same_bits(one, other) for one, other in zip(given, second, strict=True)):
             found.append((REPEAT, "a second run gives other bits"))
-        wrong = checks.check(call, given, poisoned=first is not None)
-        found += wrong
-        if not found and self.case.rows > 1:
-            found += self.alone(call, given)
         for outputs in (first, again):
-            if outputs is not None:
-                if message := outputs.workspace_trespass():
-                    found.append((WORKSPACE, message))
-                if message := outputs.trespass():
-                    found.append((OUTPUT, message))
-        return found
+            if outputs is not None and (message := outputs.workspace_trespass()):
+                found.append((WORKSPACE, message))
+            if outputs is not None and (message := outputs.trespass()):
+                found.append((OUTPUT, message))
+                return found  # who writes elsewhere has not written here
+        found += checks.check(call, given, poisoned=first is not None)
+        return found or (self.alone(call, given) if self.case.rows > 1 else [])
 
     def run(self, call: calls.Call, fill: int) -> tuple[calls.Outputs | None, Any]:
         """One call into fresh poisoned outputs: the outputs (None where the call allocates) and the results."""

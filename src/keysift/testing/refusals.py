@@ -1,5 +1,6 @@
 """Calls that have to be refused before anything is written, and the argument that the refusal has to name."""
 
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -27,7 +28,7 @@ class Refusal:
         try:
             self.run()
         except (ValueError, TypeError) as error:
-            if self.argument not in str(error):
+            if not re.search(rf"\b{self.argument}\b", str(error)):
                 return f"{type(error).__name__} does not name {self.argument}: {error}"
             return self.outputs.untouched()
         except Exception as error:  # noqa: BLE001 - whatever else a selector raises is a finding about it
@@ -55,8 +56,10 @@ def _select(device: torch.device, target: Selector) -> Iterator[tuple[set[str], 
         given: object = scores,
         k: object = K,
         out: Callable[..., object] | None = None,
-        **options: Any,
+        options: dict[str, Any] | None = None,
+        **more: Any,
     ) -> tuple[set[str], Refusal]:
+        options = {**more, **(options or {})}
         case = Case(
             ROWS, COLUMNS, K, values=bool(options.get("return_values")), counts=bool(options.get("return_counts"))
         )
@@ -74,13 +77,13 @@ def _select(device: torch.device, target: Selector) -> Iterator[tuple[set[str], 
     yield wrong("", "k", "k of 2.0", k=2.0)
     yield wrong("", "k", "k of True", k=True)
     for name in ("start", "end"):
-        yield wrong(name, name, f"float {name}", **{name: torch.zeros(ROWS, device=device)})
-        yield wrong(name, name, f"int16 {name}", **{name: ints(ROWS, dtype=torch.int16)})
-        yield wrong(name, name, f"{name} as an int", **{name: 3})
-        yield wrong(name, name, f"{name} of too few rows", **{name: ints(ROWS - 1)})
-        yield wrong(name, name, f"{name} of too many rows", **{name: ints(ROWS + 1)})
-        yield wrong(name, name, f"{name} of rank 2", **{name: ints(ROWS, 1)})
-        yield wrong(name, name, f"{name} elsewhere", **{name: ints(ROWS, at=elsewhere)})
+        yield wrong(name, name, f"float {name}", options={name: torch.zeros(ROWS, device=device)})
+        yield wrong(name, name, f"int16 {name}", options={name: ints(ROWS, dtype=torch.int16)})
+        yield wrong(name, name, f"{name} as an int", options={name: 3})
+        yield wrong(name, name, f"{name} of too few rows", options={name: ints(ROWS - 1)})
+        yield wrong(name, name, f"{name} of too many rows", options={name: ints(ROWS + 1)})
+        yield wrong(name, name, f"{name} of rank 2", options={name: ints(ROWS, 1)})
+        yield wrong(name, name, f"{name} elsewhere", options={name: ints(ROWS, at=elsewhere)})
     yield wrong("", "out", "out of too few rows", out=lambda out: out[: ROWS - 1])
     yield wrong("", "out", "out narrower than k", out=lambda out: out[:, : K - 1])
     yield wrong("", "out", "out wider than k", k=K - 1)
