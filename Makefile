@@ -65,6 +65,6 @@ $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -m venv --clear $(VENV)
 	@$(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt -e '.[dev]' 2>&1 \
 	    | tee $(VENV)/install.log \
-	    | sed -u -n -E 's/^Collecting ([^ ]+).*/   \1/p; /^(Installing collected|ERROR|error)/p' \
+	    | sed -u -n -E 's/^Collecting ([^ ]+).*/   \1/p; s/^Processing .*\/([^/]+[.]whl)$$/   \1/p; /^(Installing collected|ERROR|error)/p' \
 	    || { tail -n 40 $(VENV)/install.log; exit 1; }
 	@touch $@
