@@ -81,6 +81,8 @@ def test_tokens_that_differ_are_an_error(tmp_path, monkeypatch):
     assert result.exit_code == 1, result.output
     assert "keysift, torch.topk: token 0 is" in result.output
     assert "keysift: the same 4 tokens" in result.output
+    assert "time per output token" not in result.output
+    assert not list(tmp_path.iterdir())
 
 
 def test_without_matplotlib_there_is_no_figure_and_it_says_so(tmp_path, monkeypatch):

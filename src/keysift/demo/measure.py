@@ -119,7 +119,7 @@ class Clock:
 
 
 def generate(model: Any, ids: torch.Tensor, cache: Any, new_tokens: int, **options: Any) -> Any:
-    """Greedy `model.generate`; the keyword of the cache was renamed in transformers 5.20."""
+    """Greedy `model.generate`; the keyword of the cache was renamed between transformers 5.17 and 5.24."""
     keyword = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
     return model.generate(
         ids,
@@ -189,6 +189,8 @@ def split(model: Any, sequences: torch.Tensor, cache: Any, *, stock: bool) -> tu
         total = (time.perf_counter() - begin) / PROFILED_TOKENS
     spent = dict.fromkeys(STAGES, 0.0)
     for event in profile.events():
+        if event.device_type.name != "CPU":
+            continue  # a kernel, or a range's shadow on the device: both are counted in the operator that launched them
         parent = event.cpu_parent.name if event.cpu_parent else ""
         if event.name.startswith("keysift::"):
             stage = event.name.removeprefix("keysift::")
