@@ -1,8 +1,8 @@
 """The indexer of one layer, score then select, in bounded memory: what a model or an engine calls.
 
-The scores of all rows at once are rows x columns float32, 4 GB for 8192 tokens over 131072. They are never all held: some
-rows are scored, their keys selected, and the memory is used again. A row's scores do not depend on the other rows of a
-call, so the selection is the same for every budget.
+The scores of all rows at once are rows x columns float32, 4 GB for 8192 tokens over 131072. They are never all held:
+some rows are scored, their keys selected, and the memory is used again. A row's scores do not depend on the other rows
+of a call, so the selection is the same for every budget.
 """
 
 from collections.abc import Iterator
@@ -79,8 +79,8 @@ def index_decode(
     q, cache, weights, seq_lens, block_table, next_n  as `paged_index_scores` takes them
     topk           keys per row, any integer >= 1
     starts         [B * next_n] int32 or int64: the first column of each row (left padding), default 0
-    index_base     "window" (column - start), "column", or "slot" (page * page_size + offset, through block_table; columns
-                   count from 0, so without `starts`)
+    index_base     "window" (column - start), "column", or "slot" (page * page_size + offset, through block_table;
+                   columns count from 0, so without `starts`)
     out            int32 [>= B * next_n, topk]
     memory_budget  bytes of scores held at a time, at least those of one request
 
@@ -107,7 +107,9 @@ def index_decode(
     for part in _chunks(rows, block_table.shape[1] * cache.shape[1], next_n, memory_budget):
         requests = slice(part.start // next_n, -(-part.stop // next_n))
         table = block_table[requests]
-        scores = paged_index_scores(q[part], cache, weights[part], seq_lens[requests], table, next_n, kernel=score_kernel)
+        scores = paged_index_scores(
+            q[part], cache, weights[part], seq_lens[requests], table, next_n, kernel=score_kernel
+        )
         start = None if starts is None else starts[part]
         if index_base == "slot":
             select(
@@ -115,7 +117,9 @@ def index_decode(
                 page_rows=(row[: part.stop - part.start] // next_n), out=out[part], kernel=select_kernel,
             )  # fmt: skip
         else:
-            select(scores, topk, start=start, end=ends[part], index_base=index_base, out=out[part], kernel=select_kernel)
+            select(
+                scores, topk, start=start, end=ends[part], index_base=index_base, out=out[part], kernel=select_kernel
+            )
     return out[:rows]
 
 

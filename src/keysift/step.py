@@ -1,8 +1,8 @@
 """One decode step of DeepSeek Sparse Attention: the whole flow as prose. Read this first.
 
-A model that has seen a long text decides, for one new token, which few earlier tokens to look at, and looks only at those.
-Per layer it keeps two things of every earlier token: a small index key, to decide with, and a latent, to look at. Both lie
-in pages; a request's block table says which pages are its own, and position p of the request is the slot
+A model that has seen a long text decides, for one new token, which few earlier tokens to look at, and looks only at
+those. Per layer it keeps two things of every earlier token: a small index key, to decide with, and a latent, to look
+at. Both lie in pages; a request's block table says which pages are its own, and position p of the request is the slot
 `block_table[p // page_size] * page_size + p % page_size`.
 """
 

@@ -1,9 +1,9 @@
 """DSA models of Hugging Face transformers through keysift: `accelerate` and `restore`.
 
-Stock transformers expands every cached latent into full keys and values for every new token, scores, and then masks all but
-the selected ones. Here the cache keeps the latents, and attention reads only those that were selected, in absorbed form:
-the key up-projection is folded into the query, the value up-projection comes after the sum. Everything else of the model
-(projections, norms, rotary embedding, experts, cache classes, generation) stays its own.
+Stock transformers expands every cached latent into full keys and values for every new token, scores, and then masks
+all but the selected ones. Here the cache keeps the latents, and attention reads only those that were selected, in
+absorbed form: the key up-projection is folded into the query, the value up-projection comes after the sum. Everything
+else of the model (projections, norms, rotary embedding, experts, cache classes, generation) stays its own.
 
 In a cache layer, `keys` holds [B, 1, T, latent + rope], `values` is empty, and the indexer's slot holds the index keys.
 """
@@ -46,18 +46,21 @@ def accelerate(
     index_dtype  dtype of the cached index keys: float32, bfloat16 or float16; default the model's own, which keeps the
                  selection that of stock transformers
 
-    Returns the model. No weight is copied, `state_dict` and checkpoints are untouched, `restore` undoes it, a second call
-    replaces the options. Caches filled by stock transformers cannot be continued, nor the other way round.
+    Returns the model. No weight is copied, `state_dict` and checkpoints are untouched, `restore` undoes it, a second
+    call replaces the options. Caches filled by stock transformers cannot be continued, nor the other way round.
     Raises TypeError for another model class, ValueError for a model whose `kv_b_proj` is not a plain linear layer
     (quantised, adapted, sharded or hooked) or an unknown kernel; the model is then unchanged.
 
-    Equivalent to: the model itself, up to float32 rounding. Where two index scores at the boundary of the selection differ
-    by less than rounding (exact zeros of the ReLU among them), either key may be selected, as in stock transformers.
+    Equivalent to: the model itself, up to float32 rounding. Where two index scores at the boundary of the selection
+    differ by less than rounding (exact zeros of the ReLU among them), either key may be selected, as in stock
+    transformers.
     """
     rotary = MODELS[_model_class(model)]
     kernels = _kernels(kernel)
     if index_dtype is not None and index_dtype not in INDEX_DTYPES:
-        raise ValueError(f"index_dtype is {index_dtype}; it may be None or {', '.join(str(dtype) for dtype in INDEX_DTYPES)}")
+        raise ValueError(
+            f"index_dtype is {index_dtype}; it may be None or {', '.join(str(dtype) for dtype in INDEX_DTYPES)}"
+        )
     attentions = _attentions(model)
     for attention in attentions:
         _up_projections(attention)
@@ -91,7 +94,9 @@ def _model_class(model: Any) -> str:
     for cls in type(model).__mro__:
         if cls.__name__ in MODELS and cls.__module__.startswith("transformers."):
             return cls.__name__
-    raise TypeError(f"model is {type(model).__module__}.{type(model).__name__}; it may be transformers' {' or '.join(MODELS)}")
+    raise TypeError(
+        f"model is {type(model).__module__}.{type(model).__name__}; it may be transformers' {' or '.join(MODELS)}"
+    )
 
 
 def _attentions(model: Any) -> list[Any]:
@@ -116,7 +121,7 @@ class _Options:
     rotate_index: Any  # the model's function for the indexer
     kernels: dict[str, str | None]
     index_dtype: torch.dtype | None
-    windows: "_Windows" = field(default_factory=lambda: _Windows())
+    windows: "_Windows" = field(default_factory=lambda: _Windows())  # noqa: PLW0108 (defined below)
 
 
 class _Windows:
@@ -186,8 +191,9 @@ def _up_projections(attention: Any) -> tuple[torch.Tensor, torch.Tensor]:
     ]
     if problems:
         raise ValueError(
-            f"kv_b_proj of attention layer {attention.layer_idx} {' and '.join(problems)}; keysift folds its weight into "
-            "the query, so it must be a plain torch.nn.Linear without bias (dequantised, adapters merged, not sharded)"
+            f"kv_b_proj of attention layer {attention.layer_idx} {' and '.join(problems)}; keysift folds its weight "
+            "into the query, so it must be a plain torch.nn.Linear without bias (dequantised, adapters merged, "
+            "not sharded)"
         )
     nope, value = attention.qk_nope_head_dim, attention.v_head_dim
     weight = linear.weight.view(-1, nope + value, attention.kv_lora_rank)
@@ -223,9 +229,13 @@ def _forward(
 ) -> tuple[torch.Tensor | None, ...]:
     """The forward of an attention layer. transformers calls the cache `cache`, before 5.24 `past_key_values`."""
     if self.training:
-        raise RuntimeError("an accelerated model serves inference only; call model.eval(), or keysift.restore(model) to train")
+        raise RuntimeError(
+            "an accelerated model serves inference only; call model.eval(), or keysift.restore(model) to train"
+        )
     if kwargs.get("output_attentions") or self.config.output_attentions:
-        raise ValueError("output_attentions is set; an accelerated model never holds the attention weights of all columns")
+        raise ValueError(
+            "output_attentions is set; an accelerated model never holds the attention weights of all columns"
+        )
     options: _Options = self._keysift
     cache = past_key_values if cache is None else cache
     batch, tokens = hidden_states.shape[:2]
@@ -263,8 +273,8 @@ def _check_cache(cache: Any, layer_idx: int, kv: torch.Tensor) -> None:
     keys = getattr(cache.layers[layer_idx], "keys", None) if layer_idx < len(cache.layers) else None
     if keys is not None and keys.numel() and (keys.shape[1] != 1 or keys.shape[3] != kv.shape[3]):
         raise ValueError(
-            f"the cache of layer {layer_idx} holds keys {list(keys.shape)}, not [.., 1, .., {kv.shape[3]}]: it was filled or "
-            "laid out by stock transformers; begin with a new cache after accelerate or restore"
+            f"the cache of layer {layer_idx} holds keys {list(keys.shape)}, not [.., 1, .., {kv.shape[3]}]: it was "
+            "filled or laid out by stock transformers; begin with a new cache after accelerate or restore"
         )
 
 
@@ -294,12 +304,21 @@ def _index(
     topk = min(module.index_topk, k.shape[1])
     starts, ends = windows
     columns = torch.empty(batch, tokens, topk, dtype=torch.int32, device=q.device)
-    kernels = {"score_kernel": options.kernels["score"], "select_kernel": options.kernels["select"]}
+    kernels: dict[str, Any] = {"score_kernel": options.kernels["score"], "select_kernel": options.kernels["select"]}
     if tokens == 1:
         # A cache in one piece per request is a paged cache of one page each.
         table = torch.arange(batch, dtype=torch.int32, device=q.device)[:, None]
         indexer.index_decode(
-            q[:, 0], k, weights[:, 0], ends, table, topk, starts=starts, index_base="column", out=columns[:, 0], **kernels
+            q[:, 0],
+            k,
+            weights[:, 0],
+            ends,
+            table,
+            topk,
+            starts=starts,
+            index_base="column",
+            out=columns[:, 0],
+            **kernels,
         )
         return columns
     for b in range(batch):
@@ -327,7 +346,12 @@ def _attend(
         absorbed = torch.bmm(q_nope[part].transpose(0, 1), to_latent).transpose(0, 1)  # [rows, heads, latent]
         query = torch.cat((absorbed, q_rope[part]), dim=-1)
         summed, _ = sparse_mla(
-            query, latents, slots[part], module.scaling, value_dim=module.kv_lora_rank, kernel=options.kernels["sparse_mla"]
+            query,
+            latents,
+            slots[part],
+            module.scaling,
+            value_dim=module.kv_lora_rank,
+            kernel=options.kernels["sparse_mla"],
         )
         output[part] = torch.bmm(summed.transpose(0, 1), to_value).transpose(0, 1)
     return output.flatten(1)

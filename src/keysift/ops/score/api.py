@@ -106,8 +106,8 @@ def paged_index_scores(
     weights      [B * next_n, H] float32; query scale, D**-0.5 and H**-0.5 are folded in by the caller
     seq_lens     [B]: row b * next_n + j ends at seq_lens[b] - next_n + j + 1; or
                  [B, next_n]: that row ends at seq_lens[b, j]; int32 or int64, clamped to the columns
-    block_table  [B, P] int32 or int64: column c of request b lies in page block_table[b, c // page_size]. Entries that no
-                 row of the request reaches may hold anything
+    block_table  [B, P] int32 or int64: column c of request b lies in page block_table[b, c // page_size]. Entries that
+                 no row of the request reaches may hold anything
     out          float32 [>= B * next_n, W], any row stride; W columns are scored at most, default P * page_size
     kernel       a kernel of `keysift explain score` by name; it runs or raises
 

@@ -1,4 +1,4 @@
-"""What score refuses, before anything is launched or written. Messages name the argument, what was given, what is accepted."""
+"""What score refuses, before anything is launched. Messages name the argument, what was given, what is accepted."""
 
 import torch
 
@@ -17,7 +17,9 @@ def check_queries(q: torch.Tensor, weights: torch.Tensor) -> None:
     _check_dtype("weights", weights, (torch.float32,))
     _check_device(q, "weights", weights)
     if weights.shape != q.shape[:2]:
-        raise ValueError(f"weights has shape {list(weights.shape)}; q has {list(q.shape[:2])} rows and heads, which it must match")
+        raise ValueError(
+            f"weights has shape {list(weights.shape)}; q has {list(q.shape[:2])} rows and heads, which it must match"
+        )
 
 
 def check_keys(q: torch.Tensor, k: torch.Tensor, k_scale: torch.Tensor | None) -> None:
@@ -25,12 +27,16 @@ def check_keys(q: torch.Tensor, k: torch.Tensor, k_scale: torch.Tensor | None) -
     _check_dtype("k", k, FLOATS_AND_FP8)
     _check_device(q, "k", k)
     if k.ndim != 2 or k.shape[1] != q.shape[2]:
-        raise ValueError(f"k has shape {list(k.shape)}; q has heads of {q.shape[2]}, so it must be [columns, {q.shape[2]}]")
+        raise ValueError(
+            f"k has shape {list(k.shape)}; q has heads of {q.shape[2]}, so it must be [columns, {q.shape[2]}]"
+        )
     if k_scale is not None:
         _check_dtype("k_scale", k_scale, (torch.float32,))
         _check_device(q, "k_scale", k_scale)
         if k_scale.shape != k.shape[:1]:
-            raise ValueError(f"k_scale has shape {list(k_scale.shape)}; k has {k.shape[0]} keys, so it must be [{k.shape[0]}]")
+            raise ValueError(
+                f"k_scale has shape {list(k_scale.shape)}; k has {k.shape[0]} keys, so it must be [{k.shape[0]}]"
+            )
 
 
 def check_cache(q: torch.Tensor, cache: torch.Tensor) -> None:
@@ -40,7 +46,8 @@ def check_cache(q: torch.Tensor, cache: torch.Tensor) -> None:
     _check_device(q, "cache", cache)
     if cache.ndim != 3 or cache.shape[1] == 0 or cache.shape[2] != q.shape[2]:
         raise ValueError(
-            f"cache has shape {list(cache.shape)}; q has heads of {q.shape[2]}, so it must be [pages, page size, {q.shape[2]}]"
+            f"cache has shape {list(cache.shape)}; q has heads of {q.shape[2]}, "
+            f"so it must be [pages, page size, {q.shape[2]}]"
         )
 
 
@@ -51,7 +58,9 @@ def check_windows(q: torch.Tensor, starts: torch.Tensor | None, ends: torch.Tens
             _check_dtype(name, bound, INTEGERS)
             _check_device(q, name, bound)
             if bound.shape != q.shape[:1]:
-                raise ValueError(f"{name} has shape {list(bound.shape)}; q has {q.shape[0]} rows, so it must be [{q.shape[0]}]")
+                raise ValueError(
+                    f"{name} has shape {list(bound.shape)}; q has {q.shape[0]} rows, so it must be [{q.shape[0]}]"
+                )
 
 
 def check_requests(q: torch.Tensor, seq_lens: torch.Tensor, block_table: torch.Tensor, next_n: int) -> torch.Tensor:
@@ -64,11 +73,14 @@ def check_requests(q: torch.Tensor, seq_lens: torch.Tensor, block_table: torch.T
         _check_dtype(name, tensor, INTEGERS)
         _check_device(q, name, tensor)
     if seq_lens.ndim not in (1, 2) or (seq_lens.ndim == 2 and seq_lens.shape[1] != next_n):
-        raise ValueError(f"seq_lens has shape {list(seq_lens.shape)}; it may be [B] or [B, next_n] with next_n = {next_n}")
+        raise ValueError(
+            f"seq_lens has shape {list(seq_lens.shape)}; it may be [B] or [B, next_n] with next_n = {next_n}"
+        )
     requests = seq_lens.shape[0]
     if requests * next_n != q.shape[0]:
         raise ValueError(
-            f"seq_lens has {requests} requests of next_n = {next_n} tokens; q has {q.shape[0]} rows, not {requests * next_n}"
+            f"seq_lens has {requests} requests of next_n = {next_n} tokens; "
+            f"q has {q.shape[0]} rows, not {requests * next_n}"
         )
     if block_table.ndim != 2 or block_table.shape[0] != requests:
         raise ValueError(f"block_table has shape {list(block_table.shape)}; it must be [{requests}, pages per request]")
@@ -95,11 +107,13 @@ def check_values(
     columns: int,
 ) -> None:
     """KEYSIFT_CHECK=1: refuse windows that clamping would change, and pages that the cache lacks. Synchronises."""
-    for name, bound in (("starts", starts), ("ends or seq_lens", ends)):
+    for name, bound, least in (("starts", starts, 0), ("ends or seq_lens", ends, next_n - 1)):
         if bound is not None:
-            _refuse_first(name, bound, (bound < 0) | (bound > columns), f"[0, {columns}]")
+            _refuse_first(name, bound, (bound < least) | (bound > columns), f"[{least}, {columns}]")
+    if starts is not None and ends is not None:
+        _refuse_first("ends", ends, ends < starts, "the row's start or more")
     if block_table is not None and ends is not None and rows:
-        last = ends.reshape(len(block_table), -1).amax(1)  # per request, whether lengths are given per row or per request
+        last = ends.reshape(len(block_table), -1).amax(1)  # per request, for lengths per row or per request
         first_column = torch.arange(block_table.shape[1], device=k.device) * k.shape[1]
         bad = (first_column < last[:, None]) & ((block_table < 0) | (block_table >= k.shape[0]))
         worst = block_table.gather(1, bad.int().argmax(1, keepdim=True))[:, 0]
@@ -110,7 +124,9 @@ def _refuse_first(name: str, tensor: torch.Tensor, bad: torch.Tensor, accepted: 
     rows = bad.nonzero()
     if rows.numel():
         row = int(rows[0, 0])
-        raise ValueError(f"{name}[{row}] is {int(tensor[row])}; it may be {accepted} (row {row} is the first of {len(rows)} bad ones)")
+        raise ValueError(
+            f"{name}[{row}] is {int(tensor[row])}; it may be {accepted} (the first of {len(rows)} bad rows)"
+        )
 
 
 def _check_dtype(name: str, tensor: torch.Tensor, accepted: tuple[torch.dtype, ...]) -> None:

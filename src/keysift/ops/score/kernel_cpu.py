@@ -1,9 +1,9 @@
 """score on a CPU: batches of equal matrix products.
 
 Parallel over the batch (torch's threads). Every cell comes from a product of one and the same shape, one query's
-[H, D] times a tile of [D, TILE] keys, whatever the call: so a row's scores cannot depend on the other rows, which a product
-over all rows at once would not promise. The batch runs over rows (prefill) or over tiles (decode), and its logits stay in
-the cache. Bound by arithmetic.
+[H, D] times a tile of [D, TILE] keys, whatever the call: so a row's scores cannot depend on the other rows, which a
+product over all rows at once would not promise. The batch runs over rows (prefill) or over tiles (decode), and its
+logits stay in the cache. Bound by arithmetic.
 """
 
 import torch
@@ -131,7 +131,7 @@ def _score_tiles(
 
 
 def _tiles(k: torch.Tensor, first: int, last: int) -> torch.Tensor:
-    """Keys [first, last) as float32 [tiles, TILE, D], the last tile filled up: a shorter one would round differently."""
+    """Keys [first, last) as float32 [tiles, TILE, D], the last tile filled up: a shorter one rounds differently."""
     keys = k[first:last]
     if len(keys) < last - first:
         whole = k.new_zeros(last - first, k.shape[1], dtype=torch.float32)

@@ -15,7 +15,8 @@ def run(
     out: torch.Tensor,
 ) -> None:
     """Write the cells of `out` [M, N] inside each row's window. A row at a time: the library below is free to round a
-    product differently for another number of rows, and one row's scores must not depend on the others."""
+    product differently for another number of rows, and one row's scores must not depend on the others.
+    """
     rows = q.shape[0]
     pages, page_size = (1, k.shape[0]) if block_table is None else (block_table.shape[1], k.shape[1])
     columns = min(pages * page_size, out.shape[1])

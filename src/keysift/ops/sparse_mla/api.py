@@ -59,15 +59,15 @@ def sparse_mla(
     q          [T, heads, D] float32, bfloat16 or float16: the latent part, then the RoPE part
     kv         [N, D], or [pages, page_size, D] where a slot is `page * page_size + offset`; float32, bfloat16 or
                float16. One row is the key; its first value_dim columns are the value
-    indices    [T, k] int32 slots; -1, at any position, takes no part; a duplicate counts twice and is the caller's error
+    indices    [T, k] int32 slots; -1, at any position, takes no part; a duplicate counts twice, the caller's error
     scale      what q . kv is multiplied by before the softmax
     value_dim  columns of the value, 512 in V3.2 and GLM-5, at most D
     out        [>= T, heads, value_dim] of q's dtype; lse  float32 [>= T, heads]; contiguous rows
     kernel     a kernel of `keysift explain sparse_mla` by name; it runs or raises
 
-    Returns (out [T, heads, value_dim], lse [T, heads]): lse is the natural logarithm of the sum of exponentials. A token
-    without any valid index gets out = 0 and lse = -inf. Sums are accumulated in float32. What rows of kv that are not
-    selected hold (NaN, stale data) does not matter.
+    Returns (out [T, heads, value_dim], lse [T, heads]): lse is the natural logarithm of the sum of exponentials. A
+    token without any valid index gets out = 0 and lse = -inf. Sums are accumulated in float32. What rows of kv that are
+    not selected hold (NaN, stale data) does not matter.
     Raises ValueError or TypeError before anything is written.
     Formula: multi-head latent attention of DeepSeek-V2 (2024) over the selection of DeepSeek-V3.2 (2025).
 
@@ -82,7 +82,7 @@ def sparse_mla(
     """
     checks.check_queries(q)
     checks.check_latents(q, kv, value_dim)
-    checks.check_indices(q, kv, indices)
+    checks.check_indices(q, indices)
     if isinstance(scale, bool) or not isinstance(scale, int | float):
         raise TypeError(f"scale is {scale!r}; it must be a number")
     tokens, heads, _ = q.shape

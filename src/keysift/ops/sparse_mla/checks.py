@@ -1,4 +1,4 @@
-"""What sparse_mla refuses, before anything is launched or written. Messages name the argument, what was given, what is accepted."""
+"""What sparse_mla refuses, before anything is launched. Messages name argument, what was given, what is accepted."""
 
 import torch
 
@@ -9,7 +9,9 @@ def check_queries(q: torch.Tensor) -> None:
     """q [T, heads, D]."""
     _check_dtype("q", q, DTYPES)
     if q.ndim != 3 or q.shape[1] == 0 or q.shape[2] == 0:
-        raise ValueError(f"q has shape {list(q.shape)}; it must be [tokens, heads, head size], heads and size at least 1")
+        raise ValueError(
+            f"q has shape {list(q.shape)}; it must be [tokens, heads, head size], heads and size at least 1"
+        )
 
 
 def check_latents(q: torch.Tensor, kv: torch.Tensor, value_dim: int) -> None:
@@ -19,7 +21,8 @@ def check_latents(q: torch.Tensor, kv: torch.Tensor, value_dim: int) -> None:
     dim = q.shape[2]
     if kv.ndim not in (2, 3) or kv.shape[-1] != dim:
         raise ValueError(
-            f"kv has shape {list(kv.shape)}; q has heads of {dim}, so it may be [slots, {dim}] or [pages, page size, {dim}]"
+            f"kv has shape {list(kv.shape)}; q has heads of {dim}, "
+            f"so it may be [slots, {dim}] or [pages, page size, {dim}]"
         )
     if kv.ndim == 3 and kv.shape[0] > 1 and kv.shape[1] > 1 and kv.stride(0) != kv.shape[1] * kv.stride(1):
         raise ValueError(f"kv has strides {list(kv.stride())}; its pages must follow one another without gaps")
@@ -31,12 +34,14 @@ def check_latents(q: torch.Tensor, kv: torch.Tensor, value_dim: int) -> None:
         raise ValueError(f"value_dim is {value_dim}; it may be 1 to {dim}, the width of kv")
 
 
-def check_indices(q: torch.Tensor, kv: torch.Tensor, indices: torch.Tensor) -> None:
+def check_indices(q: torch.Tensor, indices: torch.Tensor) -> None:
     """indices int32 [T, k]."""
     _check_dtype("indices", indices, (torch.int32,))
     _check_device(q, "indices", indices)
     if indices.ndim != 2 or indices.shape[0] != q.shape[0]:
-        raise ValueError(f"indices has shape {list(indices.shape)}; q has {q.shape[0]} tokens, so it must be [{q.shape[0]}, k]")
+        raise ValueError(
+            f"indices has shape {list(indices.shape)}; q has {q.shape[0]} tokens, so it must be [{q.shape[0]}, k]"
+        )
 
 
 def check_out(q: torch.Tensor, name: str, tensor: torch.Tensor, dtype: torch.dtype, tail: tuple[int, ...]) -> None:

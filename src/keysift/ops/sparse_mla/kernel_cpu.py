@@ -1,7 +1,8 @@
 """sparse_mla on a CPU: gather, then two batched matrix products.
 
-Parallel over tokens and heads (torch's threads). The selected latents of some tokens are gathered once as float32 and serve
-as keys and as values; the softmax works in place on the logits. Bound by the gather for few heads, by arithmetic for many.
+Parallel over tokens and heads (torch's threads). The selected latents of some tokens are gathered once as float32 and
+serve as keys and as values; the softmax works in place on the logits. Bound by the gather for few heads, by arithmetic
+for many.
 """
 
 import torch
