@@ -19,8 +19,15 @@ import torch
 #: `KEYSIFT_CHECK=1`, read once: values in lengths, tables and indices are checked too, which synchronises.
 CHECK_VALUES = os.environ.get("KEYSIFT_CHECK") == "1"
 
+#: Triton runs on the CPU, in its interpreter, for tests.
+TRITON_INTERPRETS = os.environ.get("TRITON_INTERPRET") == "1"
+
 #: For a device that is only named (`explain`), the packages a GPU installation brings.
 GPU_PACKAGES = ("triton", "cuda.core")
+
+
+#: Multiprocessors or compute units of a device that is only named.
+PROCESSORS = {"sm_80": 108, "sm_90": 132, "sm_100": 148, "gfx942": 304, "gfx950": 256}
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +37,7 @@ class Device:
     type: str  # "cpu", "cuda" or "hip"
     arch: str  # "sm_90", "gfx942"; empty on a CPU
     is_local: bool = True  # False: named for `explain`, not present
+    processors: int = 1  # multiprocessors, compute units
 
     def has(self, package: str) -> bool:
         """True if `package` can be imported here, without importing it; assumed for a device that is only named."""
@@ -140,8 +148,8 @@ def device_of(device: torch.device) -> Device:
         return Device(device.type, "")
     properties = torch.cuda.get_device_properties(device)
     if torch.version.hip:
-        return Device("hip", properties.gcnArchName.split(":")[0])
-    return Device("cuda", f"sm_{properties.major}{properties.minor}")
+        return Device("hip", properties.gcnArchName.split(":")[0], processors=properties.multi_processor_count)
+    return Device("cuda", f"sm_{properties.major}{properties.minor}", processors=properties.multi_processor_count)
 
 
 def parse_device(text: str) -> Device:
@@ -152,7 +160,7 @@ def parse_device(text: str) -> Device:
         return device_of(torch.device("cuda"))
     kind, _, arch = text.partition(":")
     if (kind == "cuda" and arch.startswith("sm_")) or (kind == "hip" and arch.startswith("gfx")):
-        return Device(kind, arch, is_local=False)
+        return Device(kind, arch, is_local=False, processors=PROCESSORS.get(arch, 100))
     raise ValueError(
         f"device is {text!r}; it may be cpu, cuda (where there is one), cuda:sm_90, hip:gfx942 or the like"
     )

@@ -42,12 +42,28 @@ def _workspace_cpu(problem: Problem) -> int:
     return workspace_size(problem.rows, problem.columns, problem.k)
 
 
+def _unmet_triton(problem: Problem) -> list[str]:
+    runs = problem.device.type in ("cuda", "hip") or dispatch.TRITON_INTERPRETS
+    return [
+        *([] if runs else [f"device is {problem.device}, needs cuda or hip"]),
+        *([] if problem.device.has("triton") else ["the package triton is not installed"]),
+        *([] if problem.column_stride == 1 else [f"column stride is {problem.column_stride}, needs 1"]),
+    ]
+
+
+def _workspace_triton(problem: Problem) -> int:
+    from .kernel_triton import workspace_size
+
+    return workspace_size(problem.rows, problem.columns, problem.k, problem.device.processors)
+
+
 def _unmet_reference(problem: Problem) -> list[str]:
     return []
 
 
 KERNELS = (
     Kernel("cpu", _unmet_cpu, "keysift.ops.select.kernel_cpu:run", _workspace_cpu),
+    Kernel("triton", _unmet_triton, "keysift.ops.select.kernel_triton:run", _workspace_triton),
     Kernel("reference", _unmet_reference, "keysift.ops.select.reference:run"),
 )
 
