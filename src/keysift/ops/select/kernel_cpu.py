@@ -1,17 +1,18 @@
 """select on a CPU, compiled by numba: one reading of the window, whatever the values.
 
-Scores are compared by rank, an unsigned integer: 0 for +inf, larger for smaller scores, equal for -0.0 and +0.0, and at least
-`2 * infinity` for what is not eligible. For every row:
+Scores are compared by rank, an unsigned integer: 0 for +inf, larger for smaller scores, equal for -0.0 and +0.0, and
+at least `2 * infinity` for what is not eligible. For every row (kernel_cpu_code.py, functions of these names):
 1. cut      a few hundred scattered samples give a rank that somewhat more than k scores should beat (long rows only);
-2. gather   compares 64 scores at a time with the cut and appends what beats it, in column order, to a list of bounded length;
-            a full list is reduced to its k best, and the worst of them is the new cut, so that equal or crowded scores
-            cost no second reading;
-3. settle   finds the k-th best of the list by histograms over the range that is left, keeps what beats it and the first ties;
+2. gather   compares 64 scores at a time with the cut and appends what beats it, in column order, to a list of bounded
+            length; a full list is reduced to its k best, and the worst of them is the new cut, so that equal or
+            crowded scores cost no second reading;
+3. keep     finds the k-th best of the list by histograms over the range that is left, drops what is worse, and the
+            last of what equals it;
 4. publish  in ascending column order, so `sorted` comes for nothing.
 Only if fewer than k beat the cut while others were left (about 1 row in 1000) is the row read again, without a cut.
 Parallel over rows; with fewer long rows than threads also over pieces of a row, whose last thread settles it.
-Cost: scores are read once, and (R N k)^(1/3) / 2 cache lines of each row once more for the sample; 12 bytes a list entry.
-Compiled at the first call, for 32-bit and for 16-bit scores: about 5 s each, then kept on disk by numba.
+Cost: scores are read once, and (N k)^(1/3) / 2 cache lines of a row once more for the sample; 12 bytes a list entry.
+The first call compiles, for 32-bit or for 16-bit scores: about 5 s, once a machine, for numba keeps the code on disk.
 """
 
 import ctypes
@@ -21,38 +22,22 @@ from array import array
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import torch
-from llvmlite import ir
-from numba import carray, cfunc, njit, types
-from numba.extending import intrinsic, overload
+from numba import cfunc, types
+
+from .kernel_cpu_code import BINS, work_16, work_32
 
 #: Bit patterns of +inf.
 INFINITY = {torch.float32: 0x7F800000, torch.bfloat16: 0x7F80, torch.float16: 0x7C00}
 
-#: Columns up to which settling a whole row takes no longer than taking a sample and gathering.
-SHORT = 1024
-#: Scores that one thread reads in about the time that waking the others takes.
-SERIAL = 1 << 15
+#: Scores, and the scores that a row's fixed cost is worth, that one thread deals with while the others would wake.
+SERIAL, ROW = 1 << 17, 1024
 #: Scores in a piece of a row, at least: each piece takes the whole row's sample again.
-PIECE = 1 << 15
-#: Scores compared before the ranks of what was found are taken, while they are in the first-level cache.
-CHUNK = 1 << 12
-#: Bins of the largest histogram: 8 KiB, a quarter of a first-level cache.
-BINS = 1 << 11
+PIECE = 1 << 17
 #: List entries beyond 2k: what the sample lets through above k, with room to spare.
 ROOM = 1024
 #: Bytes that a workspace is aligned to.
 LINE = 64
-
-#: A call as the compiled code sees it: int64 each, addresses and element strides, 0 for what is not given (pages: -1).
-FIELDS = (
-    "next_task", "next_worker", "tasks", "chunk", "parts", "scratch", "capacity",
-    "rows", "columns", "k", "infinity", "size", "scores", "stride", "next_n", "absolute", "page_size", "pages", "table_stride",
-    "start", "start_size", "start_stride", "end", "end_size", "end_stride", "table", "table_size",
-    "page_rows", "page_rows_size", "page_rows_stride", "out", "out_stride", "values", "values_stride", "counts", "counts_stride",
-)  # fmt: skip
-CALL, CALL_WORDS = np.dtype([(name, np.int64) for name in FIELDS]), len(FIELDS)
 
 _PROCESS = os.getpid()
 
@@ -67,13 +52,13 @@ def run(
     page_rows: torch.Tensor | None,
     page_size: int,
     index_base: str,
-    sorted: bool,  # noqa: ARG001 - rows are ascending either way
+    sorted: bool,
     out: torch.Tensor,
     values: torch.Tensor | None,
     counts: torch.Tensor | None,
     workspace: torch.Tensor,
 ) -> None:
-    """Write `out` [R, k], `values` and `counts`; all scratch is in `workspace`."""
+    """Write `out` [R, k], `values` and `counts`, ascending whatever `sorted` is; all scratch is in `workspace`."""
     rows, columns = scores.shape
     threads, parts, capacity = _plan(rows, columns, k)
     slots = (workspace.numel() - LINE) // _slot(capacity)
@@ -85,8 +70,8 @@ def run(
     pages, table_stride = (-1, 0) if page_table is None else (page_table.shape[1], page_table.stride(0))
     call = array("q", (
         0, 0, tasks, max(1, tasks // (8 * threads)), parts, -(-workspace.data_ptr() // LINE) * LINE, capacity,
-        rows, columns, k, INFINITY[scores.dtype], size, scores.data_ptr(), scores.stride(0), next_n, index_base == "column",
-        page_size, pages, table_stride,
+        rows, columns, k, INFINITY[scores.dtype], size, scores.data_ptr(), scores.stride(0), next_n,
+        index_base == "column", page_size, pages, table_stride,
         *_integers(start), *_integers(end), *_integers(page_table)[:2],
         *_integers(page_rows), out.data_ptr(), out.stride(0), *_floats(values), *_floats(counts),
     ))  # fmt: skip
@@ -102,7 +87,7 @@ def run(
 
 
 def workspace_size(rows: int, columns: int, k: int) -> int:
-    """Bytes of scratch: three lists of about 2k entries and a histogram for each thread (torch.get_num_threads) or piece."""
+    """Bytes of scratch: three lists of about 2k entries and a histogram for each thread that torch has, or piece."""
     threads, parts, capacity = _plan(rows, columns, k)
     return LINE + _slot(capacity) * (rows * parts if parts > 1 else threads)
 
@@ -110,7 +95,7 @@ def workspace_size(rows: int, columns: int, k: int) -> int:
 def _plan(rows: int, columns: int, k: int) -> tuple[int, int, int]:
     """Threads, pieces per row, list entries per piece."""
     capacity = -(-(min(2 * k + ROOM, columns) + 64) // 64) * 64  # a block of 64 is appended before its length is known
-    if rows * columns <= SERIAL or _team() is None:
+    if rows * (columns + ROW) <= SERIAL or _team() is None:
         return 1, 1, capacity
     available = torch.get_num_threads()
     parts = max(1, min(-(-available // max(rows, 1)), columns // PIECE))
@@ -130,15 +115,16 @@ def _floats(tensor: torch.Tensor | None) -> tuple[int, int]:
 
 
 def _team() -> Callable[..., None] | None:
-    """Entry to a parallel region of the OpenMP library that torch has loaded; None where there is none, and in a forked child.
+    """Entry to a parallel region of the OpenMP library that torch has loaded; None where there is none or after a fork.
 
-    torch's threads are awake after an operation, and a pool beside theirs would compete with them for the cores. Several
-    Python threads may enter at once. A forked child has the pool's records without its threads and would wait for ever.
+    torch's threads are awake after an operation, and a pool beside theirs would compete with them for the cores.
+    Several Python threads may enter at once. A forked child has the pool's records without its threads, and would
+    wait for them for ever.
     """
     return _openmp() if os.getpid() == _PROCESS else None
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def _openmp() -> Callable[..., None] | None:
     try:
         team = ctypes.CDLL(None).GOMP_parallel  # libgomp and libomp both have it
@@ -148,10 +134,10 @@ def _openmp() -> Callable[..., None] | None:
     return team
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def _kernel(size: int) -> tuple[Any, Callable[[int], None]]:
     """The machine code for scores of 4 or 2 bytes: numba's object, which keeps it alive, and a callable."""
-    work, signature = (_work_32 if size == 4 else _work_16), types.void(types.intp)
+    work, signature = (work_32 if size == 4 else work_16), types.void(types.intp)
     try:
         code = cfunc(signature, cache=True)(work)
     except RuntimeError as error:  # numba found no folder that it may keep it in
@@ -159,327 +145,3 @@ def _kernel(size: int) -> tuple[Any, Callable[[int], None]]:
             raise
         code = cfunc(signature)(work)
     return code, ctypes.CFUNCTYPE(None, ctypes.c_void_p)(code.address)
-
-
-# Without wrappers for Python, which would take half of the time to compile.
-_inner = njit(nogil=True, error_model="numpy", no_cpython_wrapper=True, no_cfunc_wrapper=True)
-
-
-def _work_32(address):
-    _work(address, np.uint32)
-
-
-def _work_16(address):
-    _work(address, np.uint16)
-
-
-@_inner
-def _work(address, dtype):
-    """One thread: takes tasks (rows, or pieces of rows) until none is left. address: a CALL, then the pieces done of each row."""
-    call = _array(address, 1, CALL)[0]
-    worker = _fetch_add(address + 8, 1)
-    while True:
-        first = _fetch_add(address, call.chunk)
-        if first >= call.tasks:
-            return
-        for task in range(first, min(first + call.chunk, call.tasks)):
-            row = task // call.parts
-            _select(call, address, row, task % call.parts, worker if call.parts == 1 else row, dtype)
-
-
-@_inner
-def _select(call, address, row, piece, slot, dtype):
-    """Piece `piece` of row `row`, and the row's result if that was the last of its pieces."""
-    k, parts, capacity, infinity = call.k, call.parts, call.capacity, np.uint32(call.infinity)
-    ineligible, entries = np.uint32(2 * infinity), parts * capacity
-    scratch = call.scratch + slot * parts * 4 * (3 * capacity + BINS)
-    histogram = _array(scratch + 12 * entries + 4 * BINS * piece, BINS, np.uint32)
-    lists = _array(scratch, 3 * entries, np.uint32)
-    columns, ranks, spare = lists[:entries], lists[entries : 2 * entries], lists[2 * entries :]
-    mine = slice(piece * capacity, (piece + 1) * capacity)
-
-    lower, upper = _window(call, row)
-    scores = _array(call.scores + row * call.stride * call.size, call.columns, dtype)
-    cut = _cut(scores, lower, upper, k, infinity, ranks[mine], spare[mine], histogram)
-    first, last = lower + (upper - lower) * piece // parts, lower + (upper - lower) * (piece + 1) // parts
-    found = _gather(scores, first, last, k, cut, infinity, columns[mine], ranks[mine], spare[mine], histogram)
-    if parts > 1:
-        histogram[0] = found
-        if _fetch_add(address + 8 * (CALL_WORDS + row), 1) + 1 < parts:
-            return
-        found = _join(columns, ranks, parts, _array(scratch + 12 * entries, parts * BINS, np.uint32))
-    if found < k and cut < ineligible:
-        found = _gather(scores, lower, upper, k, ineligible, infinity, columns, ranks, spare, histogram)
-    if found > k:
-        found, _ = _keep_best(columns, ranks, found, k, spare, histogram)
-    _publish(call, row, lower, scores, columns, found)
-
-
-@_inner
-def _cut(scores, lower, upper, k, infinity, ranks, spare, histogram):
-    """The rank that somewhat more than k scores of the window should beat, or 2 * infinity, which every eligible one beats."""
-    count = upper - lower
-    if count <= SHORT or 2 * k >= count:
-        return np.uint32(2 * infinity)
-    # Near here the cost of samples and that of entries gathered for nothing balance. Three standard deviations above k.
-    groups = min(max(64, int((k * count) ** (1 / 3)) // 2), count // 16, len(ranks) // 4)
-    expected = 4 * groups * k / count
-    wanted = min(k, int(expected + 3 * expected**0.5 + 2))
-    stratum = (count << 32) // groups
-    for i in range(groups):
-        # Scattered within equal strata, so that no period in the scores can meet the sample's; four from one cache line.
-        jitter = ((i * 0x9E3779B1) & 0xFFFFFFFF) * ((stratum >> 32) - 3) >> 32
-        for j in range(4):
-            ranks[4 * i + j] = _rank(scores[lower + (i * stratum >> 32) + jitter + j], infinity)
-    rank, _ = _kth(ranks, 4 * groups, wanted, spare, histogram)
-    return np.uint32(min(rank, 2 * infinity - 1) + 1)
-
-
-@_inner
-def _gather(scores, first, last, k, cut, infinity, columns, ranks, spare, histogram):
-    """Append what beats `cut` of scores[first:last] to the list, in column order; returns its length."""
-    room = len(columns) - 64
-    found, column = np.int64(0), first
-    while column < last:
-        done, begin, stop = found, column, min(column + CHUNK, last)
-        while column + 64 <= stop and found <= room:
-            mask = _beats(scores, column, cut, infinity)
-            if mask:
-                number, tail = _bit_count(mask), _from(columns, found)
-                # Four at a time: what the last ones write past the end is written over by the next block.
-                for i in range(0, number, 4):
-                    for j in range(4):
-                        tail[i + j] = np.uint64(column) + _lowest_bit(mask)
-                        mask &= mask - np.uint64(1)
-                found += number
-            column += 64
-        if column + 64 > stop and found <= room:
-            while column < stop:
-                columns[found] = column
-                found += _rank(scores[column], infinity) < cut
-                column += 1
-        if found - done == column - begin:  # all of them: neighbours, which the compiler takes eight at a time
-            for i in range(found - done):
-                ranks[done + i] = _rank(scores[begin + i], infinity)
-        else:
-            for i in range(done, found):
-                ranks[i] = _rank(scores[columns[i]], infinity)
-        if found > room:
-            # A later score that only equals the k-th best loses to it by its column.
-            found, cut = _keep_best(columns, ranks, found, k, spare, histogram)
-    return found
-
-
-@_inner
-def _kth(ranks, count, need, spare, histogram):
-    """The `need`-th smallest of ranks[:count], and how many of those equal to it are among the first `need`.
-
-    Rounds of a histogram over the range that is left, of which one bin stays; `spare` holds what is in it.
-    """
-    source = ranks
-    while True:
-        low, high = source[0], source[0]
-        for i in range(count):
-            low, high = min(low, source[i]), max(high, source[i])
-        if need == count:
-            return high, count
-        if low == high or need == 1:
-            return low, need
-        bins = BINS
-        while bins > 64 and 2 * bins > count:
-            bins >>= 1
-        shift = np.uint32(0)
-        while (high - low) >> shift >= bins:
-            shift += np.uint32(1)
-        histogram[:bins] = 0
-        for i in range(count):
-            histogram[np.uint32(source[i] - low) >> shift] += np.uint32(1)
-        bin = 0
-        while need > histogram[bin]:
-            need -= np.int64(histogram[bin])
-            bin += 1
-        low = np.uint32(low + (bin << shift))
-        if shift == 0:
-            return low, need
-        inside = 0
-        for i in range(count):
-            rank = source[i]
-            spare[inside] = rank
-            inside += np.uint32(rank - low) >> shift == 0
-        source, count = spare, inside
-
-
-@_inner
-def _keep_best(columns, ranks, count, k, spare, histogram):
-    """Reduce the list to its k best, in place and in order; returns k and the worst rank kept."""
-    worst, ties = _kth(ranks, count, k, spare, histogram)
-    bound, kept = np.uint32(worst + 1), 0
-    for i in range(count):
-        rank = ranks[i]
-        columns[kept] = columns[i]
-        ranks[kept] = rank
-        kept += rank < bound
-        if rank == worst:
-            ties -= 1
-            if ties == 0:
-                bound = worst
-    return k, worst
-
-
-@_inner
-def _join(columns, ranks, parts, histograms):
-    """Close the gaps between the lists of a row's pieces; returns the length of the whole. histograms[BINS * piece]: theirs."""
-    capacity, found = len(columns) // parts, 0
-    for piece in range(parts):
-        length = np.int64(histograms[piece * BINS])
-        for i in range(length):
-            columns[found + i] = columns[piece * capacity + i]
-            ranks[found + i] = ranks[piece * capacity + i]
-        found += length
-    return found
-
-
-@_inner
-def _publish(call, row, lower, scores, columns, found):
-    """The row of `out`, and of `values` and `counts` where they are wanted."""
-    k = call.k
-    out = _array(call.out + 4 * row * call.out_stride, k, np.int32)
-    base = np.int64(0) if call.absolute else lower
-    for i in range(found):
-        out[i] = columns[i] - base
-    out[found:] = -1
-    lowest = call.infinity + (1 << (8 * call.size - 1))
-    values = _array(call.values + call.size * row * call.values_stride, k if call.values else 0, scores.dtype)
-    if call.values:
-        for i in range(found):
-            values[i] = scores[columns[i]]
-        values[found:] = lowest
-    if call.counts:
-        _array(call.counts + 4 * row * call.counts_stride, 1, np.int32)[0] = found
-    if call.pages >= 0:
-        table_row = _read(call.page_rows, call.page_rows_size, row * call.page_rows_stride) if call.page_rows else row
-        table = call.table + call.table_size * table_row * call.table_stride
-        page_size = np.uint32(min(call.page_size, 1 << 31))  # no position is larger
-        for i in range(found):
-            index = np.int64(np.uint32(out[i]) // page_size)
-            page = _read(table, call.table_size, index)
-            if page >= 0:
-                out[i] = page * call.page_size + (out[i] - index * page_size)
-            else:
-                out[i] = -1
-                if call.values:
-                    values[i] = lowest
-
-
-@_inner
-def _window(call, row):
-    """[lower, upper), clamped to the columns, and to the pages there are."""
-    lower, upper = np.int64(0), call.columns
-    if call.start:
-        lower = min(max(_read(call.start, call.start_size, row * call.start_stride), 0), call.columns)
-    if call.end:
-        end = _read(call.end, call.end_size, row // call.next_n * call.end_stride)
-        upper = min(max(end, -1), call.columns + call.next_n) - call.next_n + row % call.next_n + 1
-    if call.pages >= 0:
-        upper = min(upper, lower + call.pages * min(call.page_size, 1 << 31))
-    return lower, max(min(upper, call.columns), lower)
-
-
-@_inner
-def _read(address, size, index):
-    """Element `index` of int32 (size 4) or int64 (size 8) at `address`."""
-    if size == 4:
-        return np.int64(_array(address + 4 * index, 1, np.int32)[0])
-    return _array(address + 8 * index, 1, np.int64)[0]
-
-
-@_inner
-def _array(address, count, dtype):
-    return carray(_pointer(address), (count,), dtype)
-
-
-@_inner
-def _from(array, index):
-    """The 64 elements from `index`."""
-    return _array(array.ctypes.data + array.itemsize * index, 64, array.dtype)
-
-
-def _rank(bits, infinity):
-    """uint32: 0 for +inf, larger for smaller scores; NaN of either sign and -inf are at least 2 * infinity."""
-    raise NotImplementedError
-
-
-@overload(_rank)
-def _rank_of_width(bits, infinity):
-    sign = 1 << (bits.bitwidth - 1)
-
-    def rank(bits, infinity):
-        magnitude = np.uint32(bits & (sign - 1))
-        return np.uint32(infinity + magnitude) if bits & sign else np.uint32(infinity - magnitude)
-
-    return rank
-
-
-@intrinsic
-def _beats(typing_context, scores, column, cut, infinity):
-    """uint64: bit i says whether the rank of scores[column + i] is below `cut`."""
-    wide = scores.dtype == types.uint32
-
-    def generate(context, builder, signature, arguments):
-        data = context.make_array(signature.args[0])(context, builder, arguments[0]).data
-        lanes = ir.VectorType(ir.FloatType() if wide else ir.IntType(16), 64)
-        pointer = builder.bitcast(builder.gep(data, [arguments[1]]), lanes.as_pointer())
-        scores, cut, infinity = builder.load(pointer, align=4 if wide else 2), arguments[2], arguments[3]
-        if wide:  # as floats, which takes one instruction: x > the float of rank `cut`, false for NaN
-            negative = builder.icmp_unsigned(">", cut, infinity)
-            below = builder.or_(builder.sub(cut, infinity), ir.Constant(cut.type, 1 << 31))
-            bits = builder.select(negative, below, builder.sub(infinity, cut))
-            mask = builder.fcmp_ordered(">", scores, splat(builder, builder.bitcast(bits, lanes.element)))
-        else:
-            sign = builder.ashr(scores, ir.Constant(lanes, [15] * 64))
-            magnitude = builder.and_(scores, ir.Constant(lanes, [0x7FFF] * 64))
-            key = builder.sub(builder.xor(magnitude, sign), sign)
-            rank = builder.sub(splat(builder, builder.trunc(infinity, lanes.element)), key)
-            mask = builder.icmp_unsigned("<", rank, splat(builder, builder.trunc(cut, lanes.element)))
-        return builder.bitcast(mask, ir.IntType(64))
-
-    def splat(builder, scalar):
-        one = builder.insert_element(ir.Constant(ir.VectorType(scalar.type, 64), ir.Undefined), scalar, ir.Constant(ir.IntType(32), 0))
-        return builder.shuffle_vector(one, one, ir.Constant(ir.VectorType(ir.IntType(32), 64), [0] * 64))
-
-    return types.uint64(scores, types.int64, types.uint32, types.uint32), generate
-
-
-@intrinsic
-def _lowest_bit(typing_context, mask):
-    """Position of the lowest set bit of a uint64; 0 for 0."""
-
-    def generate(context, builder, signature, arguments):
-        position = builder.cttz(arguments[0], ir.Constant(ir.IntType(1), 0))
-        return builder.and_(position, ir.Constant(ir.IntType(64), 63))
-
-    return types.uint64(types.uint64), generate
-
-
-@intrinsic
-def _bit_count(typing_context, mask):
-    return types.int64(types.uint64), lambda context, builder, signature, arguments: builder.ctpop(arguments[0])
-
-
-@intrinsic
-def _pointer(typing_context, address):
-    def generate(context, builder, signature, arguments):
-        return builder.inttoptr(arguments[0], context.get_value_type(types.voidptr))
-
-    return types.voidptr(types.intp), generate
-
-
-@intrinsic
-def _fetch_add(typing_context, address, value):
-    """Atomic: the int64 at `address`, to which `value` is added."""
-
-    def generate(context, builder, signature, arguments):
-        pointer = builder.inttoptr(arguments[0], ir.IntType(64).as_pointer())
-        return builder.atomic_rmw("add", pointer, arguments[1], "seq_cst")
-
-    return types.int64(types.intp, types.int64), generate
