@@ -96,7 +96,7 @@ def _score_rows(
     lower, upper = min(low for low, _ in windows), max(high for _, high in windows)
     inner_lower, inner_upper = max(low for low, _ in windows), min(high for _, high in windows)
     for first in range(lower // TILE * TILE, upper, TILE):
-        last = min(first + TILE, k.shape[0])
+        last = min(first + TILE, upper)
         keys = _tiles(k, first, first + TILE).expand(rows, TILE, head_dim)
         scores = _logits(q, keys, weights)[:, : last - first]
         if k_scale is not None:
