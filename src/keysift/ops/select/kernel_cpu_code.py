@@ -9,7 +9,7 @@ from numba import carray, njit, types
 from numba.extending import intrinsic, overload
 
 #: Columns up to which settling a whole row takes no longer than taking a sample and gathering.
-SHORT = 1024
+SHORT = 128
 #: Scores compared before the ranks of what was found are taken, while they are in the first-level cache.
 CHUNK = 1 << 12
 #: Bins of the largest histogram: 8 KiB, a quarter of a first-level cache.
