@@ -152,10 +152,11 @@ def _section(record: Record) -> str:
     peers = peers_of(record)
     other = "topk" if record["device_type"] == "cpu" else "fallback"
     heading = "`torch.topk`, unsorted" if other == "topk" else "`torch.topk` as a fallback uses it"
+    facts = [record["mode"], *([f"driver {record['driver']}"] if record["driver"] else [])]
+    if record["threads"]:
+        facts.append(f"{record['threads']} threads, load average {record['load']} beforehand")
     lines = [
-        f"**{record['device']}**"
-        + (f", driver {record['driver']}" if record["driver"] else "")
-        + f", {record['mode']}:",
+        f"**{record['device']}** ({', '.join(facts)}):",
         "",
         f"| rows x columns | k | data | kernel | us (p20 to p80) | over the read floor | {heading}, us | faster by |"
         + (" best recorded peer, us |" if peers else ""),

@@ -249,3 +249,8 @@ def test_readme_tables_hold_the_numbers_of_the_record(figures, tmp_path):
     assert text == f"before {figures.BEGIN}\n\n{made}\n\n{figures.END} after"
     with pytest.raises(ValueError, match="no block"):
         figures.with_block("nothing here", made)
+
+
+def test_readme_says_what_the_records_say(figures):
+    text = (ROOT / "README.md").read_text()
+    assert figures.with_block(text, figures.block(figures.RESULTS)) == text, "run: python benchmarks/figures.py readme"

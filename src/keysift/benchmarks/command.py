@@ -60,6 +60,10 @@ def bench_select(
 
         bench.run(cases, device, mode=mode, kernels=kernels, seconds=seconds, done=done)
     console.print(table(record))
+    if record["load"] is not None and record["load"] > 0.5:
+        console.print(
+            f"This machine was busy before (load average {record['load']}): trust no time, and ratios little."
+        )
     if json is not None:
         console.print(f"record: {json}")
 

@@ -4,6 +4,7 @@ import datetime as dt
 import importlib.metadata
 import importlib.resources
 import json
+import os
 import pathlib
 import platform
 import shlex
@@ -33,6 +34,7 @@ def new(device: torch.device, mode: str, commit: str | None = None) -> Record:
         "driver": _driver(device),
         "versions": _versions(),
         "threads": torch.get_num_threads() if device.type == "cpu" else None,
+        "load": round(os.getloadavg()[0], 1) if device.type == "cpu" else None,  # of the minute before
         **_commit(commit),
         "date": dt.datetime.now(dt.UTC).strftime("%Y-%m-%d %H:%M UTC"),
         "command": shlex.join(["keysift", *sys.argv[1:]]),
