@@ -61,8 +61,8 @@ clean: ## remove the virtual environment and every cache
 $(STAMP): pyproject.toml constraints.txt
 	@$(or $(PYTHON),false) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { \
 	    echo "keysift needs Python 3.11 or later; found '$(PYTHON)'. Name one: make PYTHON=python3.12 ..."; exit 1; }
-	@echo "== setup: $(VENV) with $$($(PYTHON) --version), versions from constraints.txt (once; about a gigabyte)"
-	@$(PYTHON) -m venv --clear $(VENV)
+	@echo "== setup: $(VENV) with $$($(PYTHON) --version), versions from constraints.txt (once; about two gigabytes on disk)"
+	@test -e $@ || $(PYTHON) -m venv --clear $(VENV)
 	@$(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt -e '.[dev]' 2>&1 \
 	    | tee $(VENV)/install.log \
 	    | sed -u -n -E 's/^Collecting ([^ ]+).*/   \1/p; s/^Processing .*\/([^/]+[.]whl)$$/   \1/p; /^(Installing collected|ERROR|error)/p' \
