@@ -110,9 +110,9 @@ def _nan_row(shape: Shape, dtype: torch.dtype, g: torch.Generator) -> torch.Tens
     """The middle row all NaN; in the others a NaN in the first, the middle or the last column."""
     scores = _normal(shape, dtype, g)
     places = torch.tensor([0, shape[1] // 2, shape[1] - 1], device=g.device)
-    rows = torch.arange(shape[0], device=g.device)
+    rows = torch.arange(shape[0] if shape[1] else 0, device=g.device)
     scores[rows, places[rows % 3]] = torch.nan
-    scores[shape[0] // 2] = -torch.nan
+    scores[shape[0] // 2 :][:1] = -torch.nan
     return scores
 
 
