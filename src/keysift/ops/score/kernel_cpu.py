@@ -12,6 +12,10 @@ import torch
 TILE = 512
 #: Logits per batch, H * TILE each; 4 MB of float32.
 CELLS = 1 << 20
+#: Floats per 64 bytes, what torch aligns an allocation to.
+ALIGNMENT = 16
+#: Heads are filled up to a multiple of this: left-over rows of a product go through kernels that round by batch size.
+HEADS = 8
 
 
 def run(
@@ -73,14 +77,17 @@ def _score(
     out: torch.Tensor,
 ) -> None:
     rows, heads, _ = q.shape
-    batch = max(1, CELLS // (heads * TILE))
+    if heads % HEADS:
+        q = torch.nn.functional.pad(q.float(), (0, 0, 0, HEADS - heads % HEADS))
+    batch = max(1, CELLS // (q.shape[1] * TILE))
     if rows * TILE >= k.shape[0]:
         for first in range(0, rows, batch):
             part = slice(first, first + batch)
-            _score_rows(q[part].float(), k, k_scale, weights[part], windows[part], out[part])
+            _score_rows(_aligned(q[part]), k, k_scale, _aligned(weights[part]), windows[part], out[part])
     else:
+        q, weights = _aligned(q), _aligned(weights)
         for row in range(rows):
-            _score_tiles(q[row].float(), k, k_scale, weights[row], *windows[row], out[row], batch)
+            _score_tiles(q[row], k, k_scale, weights[row], *windows[row], out[row], batch)
 
 
 def _score_rows(
@@ -130,17 +137,27 @@ def _score_tiles(
         out[low:high] = part if k_scale is None else part * k_scale[low:high]
 
 
+def _aligned(x: torch.Tensor) -> torch.Tensor:
+    """A float32 copy of x [R, ...] whose rows all begin at a multiple of 64 bytes."""
+    width = x[0].numel()
+    whole = x.new_empty(len(x), -(-width // ALIGNMENT) * ALIGNMENT, dtype=torch.float32)
+    whole[:, :width] = x.flatten(1)
+    return whole[:, :width].unflatten(1, x.shape[1:])
+
+
 def _tiles(k: torch.Tensor, first: int, last: int) -> torch.Tensor:
-    """Keys [first, last) as float32 [tiles, TILE, D], the last tile filled up: a shorter one rounds differently."""
+    """Keys [first, last) as float32 [tiles, TILE, D], adjacent and aligned, the last tile filled up with zeros."""
     keys = k[first:last]
-    if len(keys) < last - first:
-        whole = k.new_zeros(last - first, k.shape[1], dtype=torch.float32)
+    is_ready = keys.dtype == torch.float32 and keys.is_contiguous() and keys.data_ptr() % (4 * ALIGNMENT) == 0
+    if len(keys) < last - first or not is_ready:
+        whole = k.new_empty(last - first, k.shape[1], dtype=torch.float32)
         whole[: len(keys)] = keys
+        whole[len(keys) :] = 0.0
         keys = whole
-    return keys.float().reshape(-1, TILE, k.shape[1])
+    return keys.view(-1, TILE, k.shape[1])
 
 
 def _logits(q: torch.Tensor, keys: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """Scores [batch, TILE] of q [batch, H, D] against keys [batch, TILE, D] with weights [batch, H]."""
-    dots = torch.bmm(q, keys.transpose(1, 2)).relu_()  # [batch, H, TILE]
+    """Scores [batch, TILE] of q [batch, >= H, D] against keys [batch, TILE, D] with weights [batch, H]."""
+    dots = torch.bmm(q, keys.transpose(1, 2))[:, : weights.shape[1]].relu_()  # [batch, H, TILE]
     return torch.bmm(weights.unsqueeze(1), dots).squeeze(1)

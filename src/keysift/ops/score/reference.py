@@ -30,8 +30,8 @@ def run(
             reached = torch.arange(pages, device=q.device) * page_size < upper[row]
             table = block_table[row // next_n].where(reached, 0)
             keys = keys.index_select(0, table).flatten(0, 1)[:columns]
-        logits = (q[row].float() @ keys.T).relu()  # [H, N]
-        scores = weights[row] @ logits
+        logits = (q[row].float().clone() @ keys.T).relu()  # [H, N]
+        scores = weights[row].clone() @ logits
         if k_scale is not None:
             scores = scores * k_scale
         out[row, :columns].copy_(torch.where(inside, scores, out[row, :columns]))
