@@ -20,7 +20,7 @@ BEGIN, END = "<!-- figures: select -->", "<!-- /figures: select -->"
 #: What README shows of a record, where the record has it.
 SHOWN = {
     "cpu": [
-        *(Case("decode", *shape) for shape in ((1, 131072), (64, 32768), (64, 4096))),
+        *(Case("decode", *shape) for shape in ((1, 131072), (64, 32768), (64, 4096), (1, 2048))),
         *(Case("decode", *shape, data=data) for shape in ((1, 131072), (64, 32768)) for data in ("equal", "narrow")),
         Case("decode", 64, 32768, 64),
     ],
@@ -158,7 +158,7 @@ def _section(record: Record) -> str:
     lines = [
         f"**{record['device']}** ({', '.join(facts)}):",
         "",
-        f"| rows x columns | k | data | kernel | us (p20 to p80) | over the read floor | {heading}, us | faster by |"
+        f"| rows x columns | k | data | kernel | us (p20 to p80) | over the read floor | {heading}, us | its time over ours |"
         + (" best recorded peer, us |" if peers else ""),
         "|---|---|---|---|---|---|---|---|" + ("---|" if peers else ""),
     ]
