@@ -9,7 +9,8 @@ at least `2 * infinity` for what is not eligible. For every row (kernel_cpu_code
 3. keep     finds the k-th best of the list by histograms over the range that is left, drops what is worse, and the
             last of what equals it;
 4. publish  in ascending column order, so `sorted` comes for nothing.
-Only if fewer than k beat the cut while others were left (about 1 row in 1000) is the row read again, without a cut.
+Only if fewer than k beat the cut while others were left (1 row of normal scores in 1000) is the row read again, with a
+wider cut, in the end with none.
 Parallel over rows; with fewer long rows than threads also over pieces of a row, whose last thread settles it.
 Cost: scores are read once, and (N k)^(1/3) / 2 cache lines of a row once more for the sample; 12 bytes a list entry.
 The first call compiles, for 32-bit or for 16-bit scores: about 5 s, once a machine, for numba keeps the code on disk.

@@ -89,6 +89,7 @@ def _cut(scores, lower, upper, k, margin, infinity, ranks, spare, histogram):
     """The rank that somewhat more than k scores of the window should beat; 2 * infinity, which every eligible one does.
 
     Also the length at which the list is first reduced: k where so many scores equal the cut that it would fill up.
+    margin: by how much the sample is mistrusted; the kernel comes back with 8 times more when a row fell short of k.
     """
     count, room = upper - lower, len(ranks) - 64
     if count <= SHORT or 2 * k >= count:
