@@ -4,7 +4,7 @@
 2. A longer row is sampled at jittered strides; the sample gives a cut that a little more than k values should reach.
 3. `select_scan_kernel` reads each segment of the row once and appends what reaches the cut to a list, in column order:
    the compares of 32 columns become one word, a prefix sum over words gives places, and set bits are stored one a turn.
-4. `select_finish_kernel` reads the row's lists into registers. The threshold t is found by counting: two probes a round,
+4. `select_finish_kernel` reads the row's lists into registers. The threshold t is found by counting: two probes a round
    placed where the counts so far say the k-th value lies, until exactly k values exceed t, or t is the k-th value and
    `need` of its equals, lowest columns first, complete the set. Compares are of floats: NaN never counts, -0.0 is 0.0.
 5. If the cut was unlucky, or values crowd at it, the same search counts over the row in memory: slower, not different.
