@@ -158,8 +158,8 @@ def _section(record: Record) -> str:
     lines = [
         f"**{record['device']}** ({', '.join(facts)}):",
         "",
-        f"| rows x columns | k | data | kernel | us (p20 to p80) | over the read floor | {heading}, us | its time over ours |"
-        + (" best recorded peer, us |" if peers else ""),
+        "| rows x columns | k | data | kernel | us (p20 to p80) | over the read floor | "
+        f"{heading}, us | its time over ours |" + (" best recorded peer, us |" if peers else ""),
         "|---|---|---|---|---|---|---|---|" + ("---|" if peers else ""),
     ]
     for case in SHOWN["cpu" if record["device_type"] == "cpu" else "cuda"]:
