@@ -70,7 +70,8 @@ def describe(device: torch.device) -> str:
     cpuinfo = Path("/proc/cpuinfo")
     names = [line for line in cpuinfo.read_text().splitlines() if "model name" in line] if cpuinfo.exists() else []
     name = names[0].split(":", 1)[1].strip() if names else platform.processor() or platform.machine()
-    return f"{name}, {torch.get_num_threads()} threads"
+    threads = torch.get_num_threads()
+    return f"{name}, {threads} thread{'s' * (threads > 1)}"
 
 
 def commit() -> str | None:
