@@ -38,8 +38,8 @@ BUDGETS = (
 LONGER = {
     "src/keysift/dispatch.py": (170, "a quarter of it is docstrings, and it holds the device vocabulary too"),
     "src/keysift/ops/select/api.py": (
-        320,
-        "three public forms of one operation, each with its signature and docstring",
+        360,
+        "three public forms of one operation, each with its docstring, and what each of four kernels needs",
     ),
     "src/keysift/benchmarks/__init__.py": (60, "the options of `keysift bench`, one a line"),
 }

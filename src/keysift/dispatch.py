@@ -23,7 +23,7 @@ CHECK_VALUES = os.environ.get("KEYSIFT_CHECK") == "1"
 TRITON_INTERPRETS = os.environ.get("TRITON_INTERPRET") == "1"
 
 #: For a device that is only named (`explain`), the packages a GPU installation brings.
-GPU_PACKAGES = ("triton", "cuda.core")
+GPU_PACKAGES = ("triton", "cuda.core", "cuda.bindings")
 
 
 #: Multiprocessors or compute units of a device that is only named.

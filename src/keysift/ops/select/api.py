@@ -1,5 +1,7 @@
 """select: the k best columns of every score row. CONTRACT.md, select 1-10, is what every kernel here means."""
 
+import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import cast
 
@@ -42,6 +44,34 @@ def _workspace_cpu(problem: Problem) -> int:
     return workspace_size(problem.rows, problem.columns, problem.k)
 
 
+def _unmet_cuda(problem: Problem) -> list[str]:
+    device = problem.device
+    if device.type != "cuda":
+        return [f"device is {device}, needs cuda"]
+    fits = problem.k <= 5400 or problem.columns <= 8192
+    return [
+        *([] if int(device.arch.removeprefix("sm_")) >= 80 else [f"device is {device}, needs sm_80 or later"]),
+        *([] if _has_nvrtc(device) else ["cuda-core or NVRTC is not installed (pip install 'keysift[cuda]')"]),
+        *([] if problem.column_stride == 1 else [f"column stride is {problem.column_stride}, needs 1"]),
+        *([] if fits else [f"k is {problem.k}, needs at most 5400 where rows have more than 8192 columns"]),
+    ]
+
+
+@functools.cache
+def _has_nvrtc(device: Device) -> bool:
+    if not (device.has("cuda.core") and device.has("cuda.bindings")):
+        return False
+    if not device.is_local:
+        return True
+    from cuda.pathfinder import DynamicLibNotFoundError, load_nvidia_dynamic_lib
+
+    try:
+        load_nvidia_dynamic_lib("nvrtc")
+    except DynamicLibNotFoundError:
+        return False
+    return True
+
+
 def _unmet_triton(problem: Problem) -> list[str]:
     runs = problem.device.type in ("cuda", "hip") or dispatch.TRITON_INTERPRETS
     return [
@@ -63,6 +93,7 @@ def _unmet_reference(problem: Problem) -> list[str]:
 
 KERNELS = (
     Kernel("cpu", _unmet_cpu, "keysift.ops.select.kernel_cpu:run", _workspace_cpu),
+    Kernel("cuda", _unmet_cuda, "keysift.ops.select.kernel_cuda:run"),
     Kernel("triton", _unmet_triton, "keysift.ops.select.kernel_triton:run", _workspace_triton),
     Kernel("reference", _unmet_reference, "keysift.ops.select.reference:run"),
 )
@@ -243,12 +274,17 @@ def _run(
         indices = scores.new_empty((rows, k), dtype=torch.int32)
         values = scores.new_empty((rows, k)) if return_values else None
         counts = scores.new_empty((rows,), dtype=torch.int32) if return_counts else None
-    torch.ops.keysift.select(
+    _OPERATOR(
         scores, k, start, end, next_n, page_table, page_rows, page_size or 0, index_base, sorted,
         indices, values, counts, workspace, kernel,
     )  # fmt: skip
-    given = [tensor[:rows] for tensor in (indices, values, counts) if tensor is not None]
-    return given[0] if len(given) == 1 else tuple(given)
+    if values is None and counts is None:
+        return _first_rows(indices, rows)
+    return tuple(_first_rows(tensor, rows) for tensor in (indices, values, counts) if tensor is not None)
+
+
+def _first_rows(tensor: torch.Tensor, rows: int) -> torch.Tensor:
+    return tensor if tensor.shape[0] == rows else tensor[:rows]
 
 
 def _select(
@@ -269,26 +305,35 @@ def _select(
     kernel: str | None,
 ) -> None:
     """The operator on every device: choose, then launch."""
-    problem = _problem(scores, k)
-    chosen = dispatch.choose("select", KERNELS, problem, kernel)
-    if problem.rows == 0:
+    rows, columns = scores.shape
+    run, size = _chosen(scores.device, scores.dtype, rows, columns, k, scores.stride(1), kernel)
+    if rows == 0:
         return
-    if problem.columns == 0:
-        out[: problem.rows].fill_(-1)
+    if columns == 0:
+        out[:rows].fill_(-1)
         if values is not None:
-            values[: problem.rows].fill_(-torch.inf)
+            values[:rows].fill_(-torch.inf)
         if counts is not None:
-            counts[: problem.rows].zero_()
+            counts[:rows].zero_()
         return
-    size = chosen.workspace_size(problem)
     if workspace is None:
         workspace = scores.new_empty(size, dtype=torch.uint8)
     elif workspace.numel() < size:
-        raise ValueError(f"workspace has {workspace.numel()} bytes; kernel {chosen.name!r} needs {size}")
-    chosen.load()(
+        raise ValueError(f"workspace has {workspace.numel()} bytes; this call needs {size}")
+    run(
         scores, k, start, end, next_n, page_table, page_rows, page_size, index_base, sorted,
-        out[: problem.rows], values, counts, workspace,
+        out, values, counts, workspace,
     )  # fmt: skip
+
+
+@functools.lru_cache(maxsize=4096)
+def _chosen(
+    device: torch.device, dtype: torch.dtype, rows: int, columns: int, k: int, stride: int, kernel: str | None
+) -> tuple[Callable[..., None], int]:
+    """The entry of the kernel that runs and the bytes of scratch that it wants; plain keys, since every call asks."""
+    problem = Problem(dispatch.device_of(device), dtype, rows, columns, k, stride if columns > 1 else 1)
+    chosen = dispatch.choose("select", KERNELS, problem, kernel)
+    return chosen.load(), chosen.workspace_size(problem)
 
 
 def _select_fake(*args: object) -> None:
@@ -302,4 +347,7 @@ _LIBRARY.define(
     "Tensor(d!)? workspace, str? kernel) -> ()"
 )
 _LIBRARY.impl("select", _select, "CompositeExplicitAutograd")
+# Nothing here has a gradient; without this, every call pays for a check of that.
+_LIBRARY.impl("select", torch.library.fallthrough_kernel, "Autograd")
 torch.library.register_fake("keysift::select", _select_fake, lib=_LIBRARY)
+_OPERATOR = torch.ops.keysift.select.default

@@ -1,0 +1,605 @@
+// select on NVIDIA: one CTA, or one cluster of CTAs, per row. Compiled at run time by NVRTC for the chip at hand.
+//
+// 1. A sample of 8 values a thread, whole 16-byte granules spread over the row with jitter, gives a cut: the value that a
+//    little more than k of the row should reach (mean + 4.5 standard deviations of the sample's rank).
+// 2. Every warp reads its chunks of 32 granules once, 16 values a lane at a time, and appends what reaches the cut to a
+//    list of its own in shared memory: lanes count, one warp prefix sum, predicated stores. No barrier until the row is
+//    read. Consecutive chunks go to different warps, so neither sorted nor clumped scores fill one list.
+// 3. In a cluster, each warp of the first CTA takes over the lists of its namesakes through distributed shared memory.
+// 4. The lists go to registers as ordered ints. A histogram of 2048 bins between the cut and the greatest value, a suffix
+//    sum, and the few values of the bin that holds the k-th give the threshold: a finer histogram of that bin where it is
+//    crowded, until a bin is one value, and then the same selection over columns finds which of its equals come first.
+// 5. If too much or too little reached the cut (values crowd there, or the sample misled), the CTA tries a better cut, and
+//    in the end searches the row in memory by counting: slower, never different.
+// Cost: each score is read once, at about 8 instructions an element; a dozen barriers of the CTA, two of the cluster.
+
+#define FULL 0xffffffffu
+typedef long long i64;
+typedef unsigned int u32;
+
+constexpr int LOWEST = -2139095041;   // the ordered key of -inf; what is not eligible has it
+constexpr int HIGHEST = 2139095040;   // the ordered key of +inf
+constexpr int WARPS = THREADS / 32;
+constexpr int LIST = 32 * SLOTS;      // survivors that one warp holds
+constexpr int CAPACITY = WARPS * LIST;
+constexpr int SAMPLES = 8;            // values a thread
+constexpr int BITS = 11, BINS = 1 << BITS;
+
+// DTYPE 0: float32, 1: bfloat16, 2: float16
+#if DTYPE == 0
+typedef float Raw;
+#else
+typedef unsigned short Raw;
+#endif
+constexpr int PER = 16 / sizeof(Raw);      // values in a granule
+constexpr int GRANULES = 16 / PER;         // granules a lane reads at a time: 16 values
+
+__device__ __forceinline__ float widen(Raw raw) {
+#if DTYPE == 0
+  return raw;
+#elif DTYPE == 1
+  return __uint_as_float((u32)raw << 16);
+#else
+  float wide;
+  asm("cvt.f32.f16 %0, %1;" : "=f"(wide) : "h"(raw));
+  return wide;
+#endif
+}
+
+__device__ __forceinline__ int ordered(float x) {  // an int whose order is the float's; NaN is not eligible; -0.0 is 0.0
+  int bits = __float_as_int(x);
+  int key = bits ^ ((bits >> 31) & 0x7fffffff);
+  key = key == -1 ? 0 : key;
+  return x > -__int_as_float(0x7f800000) ? key : LOWEST;
+}
+
+__device__ __forceinline__ float from_key(int key) { return __int_as_float(key ^ ((key >> 31) & 0x7fffffff)); }
+
+__device__ __forceinline__ void unpack(const uint4& granule, float (&x)[PER]) {
+#if DTYPE == 0
+  x[0] = __uint_as_float(granule.x); x[1] = __uint_as_float(granule.y);
+  x[2] = __uint_as_float(granule.z); x[3] = __uint_as_float(granule.w);
+#else
+  u32 words[4] = {granule.x, granule.y, granule.z, granule.w};
+#pragma unroll
+  for (int i = 0; i < 4; i++) {
+    x[2 * i] = widen((Raw)(words[i] & 0xffff));
+    x[2 * i + 1] = widen((Raw)(words[i] >> 16));
+  }
+#endif
+}
+
+struct Arguments {
+  const Raw* scores; i64 stride_scores, columns;
+  const void* start; i64 stride_start, start_is_long;
+  const void* end; i64 stride_end, end_is_long, next_n;
+  const void* table; i64 stride_table, table_is_long, pages, page_size;
+  const void* page_rows; i64 stride_page_rows, page_rows_is_long;
+  int* out; i64 stride_out;
+  Raw* values; i64 stride_values;
+  int* counts; i64 stride_counts;
+  i64 k, absolute, sorted;
+};
+
+struct Row {
+  const Raw* scores; int lower, upper;
+  // The granules wholly inside the window: `granules` of them from column `first` on. Single columns lie on both sides.
+  int first, granules;
+};
+
+struct Shared {
+  int partial[2][WARPS];
+  int count[WARPS];        // survivors in each warp's list; may exceed LIST, then the rest is lost
+  int total[2][WARPS];
+  int most[WARPS], least[WARPS];
+  int bin, before, inside; // where the k-th key lies
+  int few_count, few[32];
+  int histogram[BINS];
+};
+
+__device__ __forceinline__ i64 integer(const void* pointer, i64 index, i64 is_long) {
+  return is_long ? ((const i64*)pointer)[index] : (i64)((const int*)pointer)[index];
+}
+
+__device__ __forceinline__ Row row_of(const Arguments& a, i64 row) {
+  i64 lower = 0, upper = a.columns;
+  if (a.start) lower = min(max(integer(a.start, row * a.stride_start, a.start_is_long), 0ll), a.columns);
+  if (a.end) {
+    i64 last = max(integer(a.end, row / a.next_n * a.stride_end, a.end_is_long), -(1ll << 40));
+    upper = min(max(last - a.next_n + row % a.next_n + 1, lower), a.columns);
+  }
+  if (a.table) upper = min(upper, lower + a.pages * a.page_size);
+  Row r;
+  r.scores = a.scores + row * a.stride_scores;
+  r.lower = (int)lower;
+  r.upper = (int)upper;
+  int skew = (int)(((size_t)(r.scores + lower) & 15) / sizeof(Raw));  // columns since the last 16-byte boundary
+  r.first = min(r.lower + (skew ? PER - skew : 0), r.upper);
+  r.granules = (r.upper - r.first) / PER;
+  return r;
+}
+
+__device__ __forceinline__ int warp_sum(int x) { return __reduce_add_sync(FULL, x); }
+
+// Sum over the CTA, known to every thread; one barrier. `turn` alternates the scratch.
+__device__ __forceinline__ int block_sum(int x, Shared& s, int& turn) {
+  int sum = warp_sum(x);
+  if ((threadIdx.x & 31) == 0) s.partial[turn][threadIdx.x >> 5] = sum;
+  __syncthreads();
+  int lane = threadIdx.x & 31;
+  sum = warp_sum(lane < WARPS ? s.partial[turn][lane] : 0);
+  turn ^= 1;
+  return sum;
+}
+
+// The greatest key of the CTA, and the least of those that are eligible (or INT_MAX).
+__device__ __forceinline__ void block_range(int& most, int& least, Shared& s) {
+  int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+  most = __reduce_max_sync(FULL, most);
+  least = __reduce_min_sync(FULL, least);
+  if (lane == 0) { s.most[warp] = most; s.least[warp] = least; }
+  __syncthreads();
+  most = __reduce_max_sync(FULL, s.most[lane % WARPS]);
+  least = __reduce_min_sync(FULL, s.least[lane % WARPS]);
+}
+
+struct Threshold { int key, need; };  // all above the key are chosen, and `need` of those that equal it
+
+// The k-th greatest of the CTA's keys, N a thread, of which count_low >= k lie in (low, high] and the others do not matter.
+// Stops where at most k + slack keys exceed a bin's lower end: then nothing equal to the threshold is needed.
+template <int N>
+__device__ __forceinline__ Threshold threshold(const int (&key)[N], int k, int slack, int low, int high, int count_low, Shared& s) {
+  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+  constexpr int EACH = BINS / THREADS;
+  int above = 0;  // keys beyond `high`
+  while (true) {
+    if (count_low <= k + slack) return {low, 0};
+    u32 width = (u32)high - (u32)low;  // keys low + 1 .. high
+    if (width == 1) return {high, k - above};
+    int shift = max(0, 32 - __clz((int)(width - 1)) - BITS);
+#pragma unroll
+    for (int i = 0; i < EACH; i++) s.histogram[threadIdx.x + i * THREADS] = 0;
+    if (threadIdx.x == 0) s.few_count = 0;
+    __syncthreads();
+#pragma unroll
+    for (int i = 0; i < N; i++)
+      if (key[i] > low && key[i] <= high) atomicAdd(&s.histogram[((u32)key[i] - (u32)low - 1) >> shift], 1);
+    __syncthreads();
+    int count[EACH], mine = 0;  // the bins of a thread, top first
+#pragma unroll
+    for (int i = 0; i < EACH; i++) { count[i] = s.histogram[BINS - 1 - threadIdx.x * EACH - i]; mine += count[i]; }
+    int end = mine;
+#pragma unroll
+    for (int step = 1; step < 32; step *= 2) {
+      int other = __shfl_up_sync(FULL, end, step);
+      if (lane >= step) end += other;
+    }
+    if (lane == 31) s.partial[0][warp] = end;
+    __syncthreads();
+    int before = above + end - mine + warp_sum(lane < warp ? s.partial[0][lane % WARPS] : 0);
+#pragma unroll
+    for (int i = 0; i < EACH; i++) {
+      if (before < k && before + count[i] >= k) {
+        s.bin = BINS - 1 - threadIdx.x * EACH - i;
+        s.before = before;
+        s.inside = count[i];
+      }
+      before += count[i];
+    }
+    __syncthreads();
+    int inside = s.inside;
+    above = s.before;
+    count_low = above + inside;
+    low += (int)((u32)s.bin << shift);
+    high = (u32)high - (u32)low > (1u << shift) ? low + (int)(1u << shift) : high;
+    if (inside <= 32 && count_low > k + slack && shift > 0) {  // rank the few directly
+#pragma unroll
+      for (int i = 0; i < N; i++)
+        if (key[i] > low && key[i] <= high) s.few[atomicAdd(&s.few_count, 1)] = key[i];
+      __syncthreads();
+      int one = s.few[lane], greater = 0, equal = 0, need = k - above;
+      for (int i = 0; i < inside; i++) {
+        int other = __shfl_sync(FULL, one, i);
+        greater += other > one;
+        equal += other == one;
+      }
+      int owner = __ffs(__ballot_sync(FULL, lane < inside && greater < need && need <= greater + equal)) - 1;
+      __syncthreads();
+      return {__shfl_sync(FULL, one, owner), need - __shfl_sync(FULL, greater, owner)};
+    }
+  }
+}
+
+// Brackets of the search in memory: count(low) >= k > count(high), where count(t) is how many keys exceed t.
+struct Bracket {
+  int low, high, count_low, count_high; bool thirds;
+  __device__ __forceinline__ bool open(int k) const { return count_low > k && high - 1 != low; }
+  // Where the k-th key lies if keys are spread evenly, a little to both sides; thirds after a round that did not halve.
+  __device__ __forceinline__ void probes(int k, int& a, int& b) const {
+    u32 width = (u32)high - (u32)low;
+    float inside = (float)(count_low - count_high);
+    float expected = __fdividef((float)(count_low - k), inside), spread = 0.75f * rsqrtf(inside);
+    float left = thirds ? 0.33f : fmaxf(expected - spread, 0.f), right = thirds ? 0.67f : fminf(expected + spread, 1.f);
+    float span = (float)width * 0.9999999f;
+    u32 step_a = min(max((u32)(span * left), 1u), width - 1), step_b = min(max((u32)(span * right), step_a), width - 1);
+    a = low + (int)step_a;
+    b = low + (int)step_b;
+  }
+  __device__ __forceinline__ void narrow(int k, int a, int b, int above_a, int above_b) {
+    u32 width = (u32)high - (u32)low;
+    if (above_b >= k) { low = b; count_low = above_b; }
+    else if (above_a >= k) { low = a; count_low = above_a; high = b; count_high = above_b; }
+    else { high = a; count_high = above_a; }
+    thirds = (u32)high - (u32)low > width / 2;
+  }
+  __device__ __forceinline__ Threshold result(int k) const {
+    return count_low <= k ? Threshold{low, 0} : Threshold{high, k - count_high};
+  }
+};
+
+// The key that a little more than k of the row should reach. `more` > 0 asks for that much more of it.
+__device__ __forceinline__ int sample_cut(const Row& r, int k, int more, Shared& s, int& turn) {
+  constexpr int EACH = SAMPLES / PER > 0 ? SAMPLES / PER : 1;
+  int key[EACH * PER];
+#pragma unroll
+  for (int i = 0; i < EACH; i++) {
+    u32 step = threadIdx.x + i * THREADS, jitter = (step * 2654435761u) >> 16;
+    u32 granule = (u32)(((unsigned long long)step * r.granules + (((unsigned long long)r.granules * jitter) >> 16)) / (EACH * THREADS));
+    float x[PER];
+    unpack(__ldg((const uint4*)(r.scores + r.first) + granule), x);
+#pragma unroll
+    for (int j = 0; j < PER; j++) key[i * PER + j] = ordered(x[j]);
+  }
+  int eligible = 0, most = LOWEST, least = 0x7fffffff;
+#pragma unroll
+  for (int i = 0; i < EACH * PER; i++) {
+    eligible += key[i] > LOWEST;
+    most = max(most, key[i]);
+    least = min(least, key[i] > LOWEST ? key[i] : least);
+  }
+  eligible = block_sum(eligible, s, turn);
+  block_range(most, least, s);
+  float mean = (float)k * (EACH * PER * THREADS) / (float)(r.upper - r.lower);
+  int rank = (int)(mean + 4.5f * sqrtf(mean) + 4.f) << more;
+  if (eligible <= rank) return LOWEST + 1;
+  Threshold t = threshold(key, rank, rank / 32, least - 1, most, eligible, s);
+  return t.need ? t.key : t.key + 1;
+}
+
+// Append what reaches the cut, from the chunks of warp `mine` of `all`, to this warp's list.
+__device__ __forceinline__ void filter(const Row& r, int cut_key, int mine, int all, float* list, int* list_column, Shared& s, bool stop_early) {
+  const float cut = from_key(cut_key);
+  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+  const uint4* granules = (const uint4*)(r.scores + r.first);
+  int kept = 0;
+  uint4 next[GRANULES];
+  auto fetch = [&](int chunk) {
+#pragma unroll
+    for (int u = 0; u < GRANULES; u++) {
+      int granule = (chunk + u * all) * 32 + lane;
+      if (granule < r.granules) next[u] = __ldg(granules + granule);
+    }
+  };
+  fetch(mine);
+  for (int chunk = mine; chunk * 32 < r.granules; chunk += GRANULES * all) {
+    float x[16];
+#pragma unroll
+    for (int u = 0; u < GRANULES; u++) {
+      float part[PER];
+      unpack(next[u], part);
+      bool inside = (chunk + u * all) * 32 + lane < r.granules;
+#pragma unroll
+      for (int j = 0; j < PER; j++) x[u * PER + j] = inside ? part[j] : __int_as_float(0x7fc00000);
+    }
+    fetch(chunk + GRANULES * all);
+    int hits = 0;
+#pragma unroll
+    for (int i = 0; i < 16; i++) hits += x[i] >= cut;
+    int place = hits;
+#pragma unroll
+    for (int step = 1; step < 32; step *= 2) {
+      int other = __shfl_up_sync(FULL, place, step);
+      if (lane >= step) place += other;
+    }
+    int all_hits = __shfl_sync(FULL, place, 31);
+    place += kept - hits;
+    kept += all_hits;
+    if (kept > LIST) {
+      if (stop_early) break;
+      continue;
+    }
+    if (all_hits) {
+#pragma unroll
+      for (int i = 0; i < 16; i++) {
+        if (x[i] >= cut) {
+          list[place] = x[i];
+          list_column[place] = r.first + ((chunk + i / PER * all) * 32 + lane) * PER + i % PER;
+          place++;
+        }
+      }
+    }
+  }
+  if (mine == all - 1) {  // the columns beside the granules, fewer than 2 * PER <= 32
+    int head = r.first - r.lower, tail_first = r.first + r.granules * PER;
+    int column = lane < head ? r.lower + lane : tail_first + lane - head;
+    float x = __int_as_float(0x7fc00000);
+    if (column < r.upper) x = widen(r.scores[column]);
+    u32 hit = __ballot_sync(FULL, x >= cut);
+    int place = kept + __popc(hit & ((1u << lane) - 1));
+    kept += __popc(hit);
+    if (x >= cut && place < LIST) { list[place] = x; list_column[place] = column; }
+  }
+  if (lane == 0) s.count[warp] = kept;
+}
+
+// Ask for this warp's first eight chunks, so that they are on their way while the sample is read.
+__device__ __forceinline__ void prefetch(const Row& r, int mine, int all) {
+  int lane = threadIdx.x & 31, granule = (mine + lane / 4 * all) * 32 + lane % 4 * 8;
+  if (granule < r.granules) asm volatile("prefetch.global.L2 [%0];" ::"l"((const uint4*)(r.scores + r.first) + granule));
+}
+
+__device__ __forceinline__ void write_one(const Arguments& a, const Row& r, i64 row, int place, int column) {
+  i64 index = a.absolute ? column : column - r.lower;
+  if (a.table) {
+    i64 table_row = a.page_rows ? integer(a.page_rows, row * a.stride_page_rows, a.page_rows_is_long) : row;
+    i64 page = integer(a.table, table_row * a.stride_table + index / a.page_size, a.table_is_long);
+    index = page < 0 ? -1 : page * a.page_size + index % a.page_size;
+  }
+  a.out[row * a.stride_out + place] = (int)index;
+  if (a.values) a.values[row * a.stride_values + place] = index < 0 ? (Raw)MINUS_INFINITY : r.scores[column];
+}
+
+// Two counts over the whole row, in memory.
+__device__ __forceinline__ void count_row(const Row& r, int a, int b, int& above_a, int& above_b, Shared& s, int& turn) {
+  int count_a = 0, count_b = 0;
+  for (int column = r.lower + threadIdx.x; column < r.upper; column += THREADS) {
+    int key = ordered(widen(r.scores[column]));
+    count_a += key > a;
+    count_b += key > b;
+  }
+  above_a = block_sum(count_a, s, turn);
+  above_b = block_sum(count_b, s, turn);
+}
+
+// Write the chosen in ascending order of columns, reading the row again; returns how many.
+__device__ __forceinline__ int write_ascending(const Arguments& a, const Row& r, i64 row, Threshold t, Shared& s) {
+  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+  constexpr int EACH = 8;
+  int base = 0, ties = 0;
+  for (int first = r.lower; first < r.upper && base < a.k; first += THREADS * EACH) {
+    int begin = first + threadIdx.x * EACH, key[EACH], both = 0;  // two counts in one sum: above, equal
+#pragma unroll
+    for (int i = 0; i < EACH; i++) key[i] = begin + i < r.upper ? ordered(widen(r.scores[begin + i])) : LOWEST;
+#pragma unroll
+    for (int i = 0; i < EACH; i++) both += (key[i] > t.key ? 1 : 0) + (key[i] == t.key && t.need ? 65536 : 0);
+    int end = both;
+#pragma unroll
+    for (int step = 1; step < 32; step *= 2) {
+      int other = __shfl_up_sync(FULL, end, step);
+      if (lane >= step) end += other;
+    }
+    __syncthreads();
+    if (lane == 31) s.total[0][warp] = end;
+    __syncthreads();
+    int others = lane < WARPS ? s.total[0][lane] : 0;
+    int before = warp_sum(lane < warp ? others : 0) + end - both, all = warp_sum(others);
+    int rank = ties + (before >> 16);  // among the equals
+    int place = base + (before & 65535) + min(rank, t.need) - min(ties, t.need);
+#pragma unroll
+    for (int i = 0; i < EACH; i++) {
+      bool equal = key[i] == t.key && t.need;
+      if (key[i] > t.key || (equal && rank < t.need)) write_one(a, r, row, place++, begin + i);
+      rank += equal;
+    }
+    int seen = ties + (all >> 16);
+    base += (all & 65535) + min(seen, t.need) - min(ties, t.need);
+    ties = seen;
+  }
+  return base;
+}
+
+__device__ __forceinline__ void close_row(const Arguments& a, i64 row, int chosen) {
+  for (int place = chosen + threadIdx.x; place < a.k; place += THREADS) {
+    a.out[row * a.stride_out + place] = -1;
+    if (a.values) a.values[row * a.stride_values + place] = (Raw)MINUS_INFINITY;
+  }
+  if (a.counts && threadIdx.x == 0) a.counts[row * a.stride_counts] = chosen;
+}
+
+// Write the chosen from the lists in registers, in list order; returns how many.
+__device__ __forceinline__ int write_lists(const Arguments& a, const Row& r, i64 row, const int (&key)[SLOTS], Threshold t, const int* list_column, int kept, Shared& s, int& turn) {
+  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+  int last_column = 0x7fffffff;  // equals beyond it are not needed
+  if (t.need) {
+    int equals = 0;
+#pragma unroll
+    for (int i = 0; i < SLOTS; i++) equals += key[i] == t.key;
+    equals = block_sum(equals, s, turn);
+    if (equals > t.need) {  // lower columns first: the same search over ~column
+      int column_key[SLOTS], most = (int)0x80000000, least = 0x7fffffff;
+#pragma unroll
+      for (int i = 0; i < SLOTS; i++) {
+        int slot = lane + 32 * i;
+        bool equal = slot < kept && key[i] == t.key;
+        column_key[i] = equal ? ~list_column[slot] : (int)0x80000000;
+        most = max(most, column_key[i]);
+        least = equal ? min(least, column_key[i]) : least;
+      }
+      block_range(most, least, s);
+      Threshold first = threshold(column_key, t.need, 0, least - 1, most, equals, s);
+      last_column = ~(first.key + (first.need ? 0 : 1));
+    }
+  }
+  u32 votes[SLOTS];
+  int mine = 0;
+#pragma unroll
+  for (int i = 0; i < SLOTS; i++) {
+    int slot = lane + 32 * i;
+    bool chosen = key[i] > t.key;
+    if (t.need && key[i] == t.key && slot < kept) chosen = list_column[slot] <= last_column;
+    votes[i] = __ballot_sync(FULL, chosen);
+    mine += __popc(votes[i]);
+  }
+  if (lane == 0) s.total[0][warp] = mine;
+  __syncthreads();
+  int others = lane < WARPS ? s.total[0][lane] : 0;
+  int place = warp_sum(lane < warp ? others : 0), chosen = warp_sum(others);
+#pragma unroll
+  for (int i = 0; i < SLOTS; i++) {
+    if (votes[i] >> lane & 1) write_one(a, r, row, place + __popc(votes[i] & ((1u << lane) - 1)), list_column[lane + 32 * i]);
+    place += __popc(votes[i]);
+  }
+  return chosen;
+}
+
+#if __CUDA_ARCH__ >= 900
+__device__ __forceinline__ u32 cluster_rank() { u32 r; asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(r)); return r; }
+__device__ __forceinline__ u32 cluster_size() { u32 n; asm("mov.u32 %0, %%cluster_nctarank;" : "=r"(n)); return n; }
+__device__ __forceinline__ void cluster_arrive() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
+__device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
+__device__ __forceinline__ u32 remote(const void* mine, u32 rank) {
+  u32 address = (u32)__cvta_generic_to_shared(mine), there;
+  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(address), "r"(rank));
+  return there;
+}
+__device__ __forceinline__ int remote_load(u32 address) {
+  int x;
+  asm volatile("ld.shared::cluster.b32 %0, [%1];" : "=r"(x) : "r"(address));  // no clobber: loads may overlap
+  return x;
+}
+
+// The first CTA's warps append their namesakes' lists to their own. What exceeds LIST is lost, and the count says so.
+__device__ __forceinline__ void gather(int ctas, float* list, int* list_column, Shared& s) {
+  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+  int count = lane < ctas ? remote_load(remote(&s.count[warp], lane)) : 0;
+  int end = count;
+#pragma unroll
+  for (int step = 1; step < 16; step *= 2) {
+    int other = __shfl_up_sync(FULL, end, step);
+    if (lane >= step) end += other;
+  }
+  int total = __shfl_sync(FULL, end, ctas - 1);
+  bool lost = __any_sync(FULL, count > LIST) || total > LIST;
+  if (!lost) {
+    int value[SLOTS], column[SLOTS];
+#pragma unroll
+    for (int i = 0; i < SLOTS; i++) {  // all loads before the first store: one latency for all
+      int slot = lane + 32 * i, owner = 0;
+#pragma unroll
+      for (int step = 8; step > 0; step /= 2) {  // how many CTAs' lists end at or before this place
+        int past = __shfl_sync(FULL, end, (owner + step - 1) & 31);
+        if (owner + step <= ctas && past <= slot) owner += step;
+      }
+      owner = min(owner, ctas - 1);
+      int offset = slot - __shfl_sync(FULL, end - count, owner);
+      value[i] = column[i] = 0;
+      if (slot < total) {
+        value[i] = remote_load(remote(list + offset, owner));
+        column[i] = remote_load(remote(list_column + offset, owner));
+      }
+    }
+    __syncwarp();
+#pragma unroll
+    for (int i = 0; i < SLOTS; i++) {
+      int slot = lane + 32 * i;
+      if (slot < total) { ((int*)list)[slot] = value[i]; list_column[slot] = column[i]; }
+    }
+  }
+  __syncwarp();
+  if (lane == 0) s.count[warp] = lost ? LIST + 1 : total;
+}
+#endif
+
+extern "C" __global__ void __launch_bounds__(THREADS) select_kernel(const __grid_constant__ Arguments a) {
+  extern __shared__ char memory[];
+  __shared__ Shared s;
+  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+  float* list = (float*)memory + warp * LIST;
+  int* list_column = (int*)memory + CAPACITY + warp * LIST;
+  int turn = 0, rank = 0, ctas = 1;
+#if __CUDA_ARCH__ >= 900
+  rank = cluster_rank();
+  ctas = cluster_size();
+#endif
+  const i64 row = blockIdx.x / ctas;
+  const Row r = row_of(a, row);
+  const int length = r.upper - r.lower, k = (int)min(a.k, (i64)0x7fffffff);
+  prefetch(r, warp + rank * WARPS, WARPS * ctas);
+  int cut = LOWEST + 1;
+  const bool listed = length <= CAPACITY || k <= CAPACITY * 2 / 3;
+  bool found = false, complete = false, crowded = false;
+  int reach = 0, kept = 0, survivors = 0;
+  for (int attempt = 0; attempt < 4 && listed && !found; attempt++) {
+    // 0: a sampled cut; then one lower, where too little reached it; or what exceeds it, where values crowd there.
+    if (attempt == 0 ? length > CAPACITY : !crowded && survivors < k) cut = sample_cut(r, k, attempt, s, turn);
+    filter(r, cut, warp + rank * WARPS, WARPS * ctas, list, list_column, s, !crowded);
+    __syncthreads();
+#if __CUDA_ARCH__ >= 900
+    if (ctas > 1) {
+      cluster_arrive();
+      cluster_wait();
+      if (rank == 0) gather(ctas, list, list_column, s);
+      cluster_arrive();
+      if (rank != 0) {  // the first CTA goes on alone; its namesakes stay until it has read their lists
+        cluster_wait();
+        return;
+      }
+      cluster_wait();
+      rank = 0;
+      ctas = 1;
+      __syncthreads();
+    }
+#endif
+    kept = s.count[warp];
+    int most = __reduce_max_sync(FULL, lane < WARPS ? s.count[lane] : 0);
+    survivors = warp_sum(lane < WARPS ? s.count[lane] : 0);
+    __syncthreads();
+    complete = most <= LIST;  // no list lost anything
+    found = complete && (survivors >= k || cut == LOWEST + 1);
+    if (found || crowded) break;
+    if (!complete) {
+      crowded = true;
+      reach = survivors;
+      cut++;
+    }
+  }
+  Threshold t = {LOWEST, 0};
+  if (found) {
+    int key[SLOTS], most = LOWEST, least = 0x7fffffff;
+#pragma unroll
+    for (int i = 0; i < SLOTS; i++) {
+      int slot = lane + 32 * i;
+      key[i] = slot < kept ? ordered(list[slot]) : LOWEST;
+      most = max(most, key[i]);
+      least = slot < kept ? min(least, key[i]) : least;
+    }
+    if (survivors > k) {
+      block_range(most, least, s);
+      t = threshold(key, k, 0, least - 1, most, survivors, s);
+    }
+    if (!a.sorted) {
+      close_row(a, row, write_lists(a, r, row, key, t, list_column, kept, s, turn));
+      return;
+    }
+  } else {
+    int eligible = 0, none;
+    if (complete && survivors < k && reach >= k) {  // `cut` is the key above the crowd's, which completes the set
+      t.key = cut - 1;
+      t.need = k - survivors;
+    } else {
+      count_row(r, LOWEST, HIGHEST, eligible, none, s, turn);
+    }
+    if (eligible > k) {
+      Bracket bracket = {LOWEST, HIGHEST, eligible, 0, false};
+      while (bracket.open(k)) {
+        int low_probe, high_probe, above_a, above_b;
+        bracket.probes(k, low_probe, high_probe);
+        count_row(r, low_probe, high_probe, above_a, above_b, s, turn);
+        bracket.narrow(k, low_probe, high_probe, above_a, above_b);
+      }
+      t = bracket.result(k);
+    }
+  }
+  __syncthreads();
+  close_row(a, row, write_ascending(a, r, row, t, s));
+}

@@ -1,0 +1,165 @@
+"""select in CUDA C++: plan, compile and launch; kernel_cuda.cu has the algorithm."""
+
+import ctypes
+import functools
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from cuda.bindings import driver
+from cuda.core import Program, ProgramOptions
+from cuda.core.utils import FileStreamProgramCache
+
+from keysift.dispatch import device_of
+
+_SOURCE = Path(__file__).with_suffix(".cu")
+_DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+_MINUS_INFINITY = {torch.float32: "-__int_as_float(0x7f800000)", torch.bfloat16: "0xff80", torch.float16: "0xfc00"}
+#: struct Arguments of the kernel: 27 fields of eight bytes.
+_ARGUMENTS = struct.Struct("27q")
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """How a problem is launched, from its shape alone."""
+
+    ctas: int  # per row; more than one: a cluster
+    threads: int
+    slots: int  # survivors of the cut that a thread holds
+
+    @property
+    def shared_memory(self) -> int:
+        """Bytes: a value and a column per survivor."""
+        return 8 * self.threads * self.slots
+
+
+#: Threads that a row's lists are spread over, and survivors a thread, where rows are many or few.
+MANY, FEW, LONG = (256, 16), (512, 8), (512, 16)
+
+
+def plan(rows: int, columns: int, k: int, processors: int, arch: str) -> Plan:
+    """Clusters while rows leave processors idle; lists as long as the survivors of a cut need.
+
+    Thresholds: measured on an H200, see docs/select.md.
+    """
+    ctas = 1
+    if int(arch.removeprefix("sm_")) >= 90 and columns > 8192:
+        while ctas < 16 and columns // (ctas * 2) >= 4096:
+            if rows * ctas * 2 > (processors if ctas == 1 and columns > 32768 else processors // 2):
+                break
+            ctas *= 2
+    if k > 2600 or columns > 32768:
+        return Plan(ctas, *LONG)
+    return Plan(ctas, *(MANY if rows >= processors else FEW))
+
+
+def run(
+    scores: torch.Tensor,
+    k: int,
+    start: torch.Tensor | None,
+    end: torch.Tensor | None,
+    next_n: int,
+    page_table: torch.Tensor | None,
+    page_rows: torch.Tensor | None,
+    page_size: int,
+    index_base: str,
+    sorted: bool,
+    out: torch.Tensor,
+    values: torch.Tensor | None,
+    counts: torch.Tensor | None,
+    workspace: torch.Tensor,
+) -> None:
+    """Launch on the current stream; one kernel, no scratch in global memory."""
+    device = device_of(scores.device)
+    rows, columns = scores.shape
+    shape = plan(rows, columns, k, device.processors, device.arch)
+    stream = torch.cuda.current_stream(scores.device).cuda_stream
+    config, kernel = _launch(scores.device.index, device.arch, scores.dtype, shape, rows, stream)
+    arguments = ctypes.create_string_buffer(
+        _ARGUMENTS.pack(
+            scores.data_ptr(),
+            scores.stride(0),
+            columns,
+            *_vector(start),
+            *_vector(end),
+            next_n,
+            *_vector(page_table),
+            page_table.shape[1] if page_table is not None else 0,
+            max(page_size, 1),
+            *_vector(page_rows),
+            out.data_ptr(),
+            out.stride(0),
+            *_vector(values)[:2],
+            *_vector(counts)[:2],
+            k,
+            index_base == "column",
+            sorted,
+        )  # fmt: skip
+    )
+    pointers = ctypes.c_void_p(ctypes.addressof(arguments))
+    _check(driver.cuLaunchKernelEx(config, kernel, ctypes.addressof(pointers), 0))
+
+
+@functools.lru_cache(maxsize=4096)
+def _launch(
+    index: int, arch: str, dtype: torch.dtype, shape: Plan, rows: int, stream: int
+) -> tuple[driver.CUlaunchConfig, driver.CUfunction]:
+    """A configuration that is never written again, so threads may share it, and its kernel."""
+    config = driver.CUlaunchConfig()
+    config.gridDimX, config.gridDimY, config.gridDimZ = rows * shape.ctas, 1, 1
+    config.blockDimX, config.blockDimY, config.blockDimZ = shape.threads, 1, 1
+    config.sharedMemBytes = shape.shared_memory
+    config.hStream = driver.CUstream(stream)
+    if shape.ctas > 1:
+        attribute = driver.CUlaunchAttribute()
+        attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
+        attribute.value.clusterDim.x, attribute.value.clusterDim.y, attribute.value.clusterDim.z = shape.ctas, 1, 1
+        config.attrs, config.numAttrs = [attribute], 1
+    return config, _kernel(index, arch, dtype, shape)
+
+
+def _vector(tensor: torch.Tensor | None) -> tuple[int, int, int]:
+    """(address, stride of the first dimension, whether its integers are 64 bits wide)."""
+    return (0, 0, 0) if tensor is None else (tensor.data_ptr(), tensor.stride(0), tensor.dtype == torch.int64)
+
+
+def cubin(arch: str, dtype: torch.dtype, shape: Plan) -> bytes:
+    """The machine code of one variant for "sm_80", "sm_90", ...; kept on disk by source, options and NVRTC version."""
+    # sm_90 and later have instructions of their own only under the architecture-specific name.
+    name = arch if int(arch.removeprefix("sm_")) < 90 else arch + "a"
+    macros = [
+        ("DTYPE", str(_DTYPES[dtype])),
+        ("MINUS_INFINITY", _MINUS_INFINITY[dtype]),
+        ("THREADS", str(shape.threads)),
+        ("SLOTS", str(shape.slots)),
+    ]
+    options = ProgramOptions(arch=name, std="c++17", define_macro=macros)
+    with FileStreamProgramCache() as cache:
+        return bytes(Program(_SOURCE.read_text(), "c++", options).compile("cubin", cache=cache).code)
+
+
+@functools.cache
+def _kernel(index: int, arch: str, dtype: torch.dtype, shape: Plan) -> driver.CUfunction:
+    """The loaded kernel of one variant on one device, with its limits raised."""
+    with torch.cuda.device(index):
+        (library,) = _check(driver.cuLibraryLoadData(cubin(arch, dtype, shape), [], [], 0, [], [], 0))
+        (kernel,) = _check(driver.cuLibraryGetKernel(library, b"select_kernel"))
+        (device,) = _check(driver.cuDeviceGet(index))
+        attribute = driver.CUfunction_attribute
+        limits = {
+            attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES: shape.shared_memory,
+            attribute.CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED: int(shape.ctas > 8),
+        }
+        for name, value in limits.items():
+            if value:
+                _check(driver.cuKernelSetAttribute(name, value, kernel, device))
+        return driver.CUfunction(int(kernel))
+
+
+def _check(result: tuple[object, ...]) -> tuple[object, ...]:
+    """What a driver call returned, without its status. Raises RuntimeError naming the status."""
+    status, *rest = result
+    if status != driver.CUresult.CUDA_SUCCESS:
+        raise RuntimeError(f"CUDA driver: {status}")
+    return tuple(rest)
