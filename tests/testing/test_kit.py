@@ -88,8 +88,8 @@ def test_decode_lengths_off_by_one_are_named():
 
 def test_a_page_table_row_of_another_request_is_named():
     report = check_select(broken.pages_of_row, features=FEATURES - {"refusals"}, tier="tiny")
-    # What a row gets now depends on where it stands in the batch.
-    assert set(report.failed) == {lines.PAGES, lines.ALONE}, str(report)
+    # What a row gets depends on where it stands in the batch, so that it may get something else alone.
+    assert set(report.failed) - {lines.ALONE} == {lines.PAGES}, str(report)
     assert "the slots are those of table row" in report.lines[lines.PAGES].first_failure
 
 

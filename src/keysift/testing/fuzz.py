@@ -9,7 +9,7 @@ from . import inputs
 from .cases import DTYPES, EXTREMES, Bounds, Case, Layout, Pages
 
 #: (cases, largest columns, largest rows) by tier.
-SIZES = {"tiny": (50, 600, 5), "cpu": (200, 8000, 10), "gpu": (600, 200000, 40)}
+SIZES = {"tiny": (40, 400, 4), "cpu": (200, 8000, 10), "gpu": (600, 200000, 40)}
 
 
 def random_cases(seed: int, tier: str) -> list[Case]:
