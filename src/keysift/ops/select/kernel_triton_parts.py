@@ -41,15 +41,23 @@ def row_window(
 
 
 @triton.jit
+def as_float(x):
+    """Scores as float32; bfloat16 by its bits, as the interpreter's cast loses denormals."""
+    if x.dtype == tl.bfloat16:
+        return (x.to(tl.int16, bitcast=True).to(tl.int32) << 16).to(tl.float32, bitcast=True)
+    return x.to(tl.float32)
+
+
+@triton.jit
 def load_columns(row_ptr, column, lower, upper, columns, WHOLE: tl.constexpr):
     """Scores at `column` as float32, -inf outside the window; WHOLE: all of them are inside.
 
     Groups of 16 columns are read whole, so that the compiler may use vector loads whatever the window's ends are.
     """
     if WHOLE:
-        return tl.load(row_ptr + column).to(tl.float32)
+        return as_float(tl.load(row_ptr + column))
     near = (column >= lower // 16 * 16) & (column < (upper + 15) // 16 * 16) & (column < columns)
-    x = tl.load(row_ptr + column, mask=near, other=-float("inf")).to(tl.float32)
+    x = as_float(tl.load(row_ptr + column, mask=near, other=-float("inf")))
     return tl.where((column >= lower) & (column < upper), x, -float("inf"))
 
 
@@ -122,7 +130,7 @@ def sample_cut(row_ptr, lower, upper, k, SAMPLE: tl.constexpr):
     step = tile_columns(0, SAMPLE)
     jitter = ((step * 1103515245 + 12345) >> 8) & 0xFFFF  # periodic data must not line up with the strides
     column = lower + (step * length + ((length * jitter) >> 16)) // SAMPLE
-    x = tl.load(row_ptr + column).to(tl.float32)
+    x = as_float(tl.load(row_ptr + column))
     x = tl.where(x > -float("inf"), x, -float("inf"))
     mean = k.to(tl.float32) * SAMPLE / length.to(tl.float32)
     rank = (mean + 4.5 * tl.sqrt(mean) + 4.0).to(tl.int32)
@@ -262,7 +270,7 @@ def append_survivors(x, cut, first, kept, row_ptr, kept_ptr, kept_column_ptr, FI
         words = words ^ lowest
         write = (turn < number) & (place < FIT)
         column = first + word * 32 + bit
-        value = tl.load(row_ptr + column, mask=write, other=0.0).to(tl.float32)
+        value = as_float(tl.load(row_ptr + column, mask=write, other=0.0))
         tl.store(kept_ptr + place, value, mask=write)
         tl.store(kept_column_ptr + place, column, mask=write)
         place += 1
