@@ -1,4 +1,4 @@
-"""Every CUDA C++ kernel compiles through NVRTC for every chip that we name, within recorded registers, without a GPU."""
+"""Every CUDA C++ kernel compiles through NVRTC for every chip that we name, within recorded registers."""
 
 import glob
 import re

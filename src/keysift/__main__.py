@@ -193,7 +193,7 @@ def _explain(stage: str, table: Sequence[dispatch.Kernel], problem: Any, call: s
     if chosen is table[-1] and device.type != "cpu":
         say(f"The reference is far slower than a kernel; a call on {device} warns once.")
     if not device.is_local:
-        say(f"{device} is only named: {' and '.join(dispatch.GPU_PACKAGES)} count as installed, as beside a GPU.")
+        say(f"{device} is only named: {', '.join(dispatch.GPU_PACKAGES)} count as installed, as beside a GPU.")
 
 
 def _device(text: str) -> dispatch.Device:

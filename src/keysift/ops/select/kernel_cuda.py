@@ -5,6 +5,7 @@ import functools
 import struct
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from cuda.bindings import driver
@@ -76,27 +77,16 @@ def run(
     shape = plan(rows, columns, k, device.processors, device.arch)
     stream = torch.cuda.current_stream(scores.device).cuda_stream
     config, kernel = _launch(scores.device.index, device.arch, scores.dtype, shape, rows, stream)
-    arguments = ctypes.create_string_buffer(
-        _ARGUMENTS.pack(
-            scores.data_ptr(),
-            scores.stride(0),
-            columns,
-            *_vector(start),
-            *_vector(end),
-            next_n,
-            *_vector(page_table),
-            page_table.shape[1] if page_table is not None else 0,
-            max(page_size, 1),
-            *_vector(page_rows),
-            out.data_ptr(),
-            out.stride(0),
-            *_vector(values)[:2],
-            *_vector(counts)[:2],
-            k,
-            index_base == "column",
-            sorted,
-        )  # fmt: skip
-    )
+    fields = (
+        scores.data_ptr(), scores.stride(0), columns,
+        *_vector(start), *_vector(end), next_n,
+        *_vector(page_table), page_table.shape[1] if page_table is not None else 0, max(page_size, 1),
+        *_vector(page_rows),
+        out.data_ptr(), out.stride(0),
+        *_vector(values)[:2], *_vector(counts)[:2],
+        k, index_base == "column", sorted,
+    )  # fmt: skip
+    arguments = ctypes.create_string_buffer(_ARGUMENTS.pack(*fields))
     pointers = ctypes.c_void_p(ctypes.addressof(arguments))
     _check(driver.cuLaunchKernelEx(config, kernel, ctypes.addressof(pointers), 0))
 
@@ -157,7 +147,7 @@ def _kernel(index: int, arch: str, dtype: torch.dtype, shape: Plan) -> driver.CU
         return driver.CUfunction(int(kernel))
 
 
-def _check(result: tuple[object, ...]) -> tuple[object, ...]:
+def _check(result: tuple[Any, ...]) -> tuple[Any, ...]:
     """What a driver call returned, without its status. Raises RuntimeError naming the status."""
     status, *rest = result
     if status != driver.CUresult.CUDA_SUCCESS:
