@@ -73,7 +73,7 @@ struct Arguments {
   const Raw* scores; i64 stride_scores, columns;
   const void* start; i64 stride_start, start_is_long;
   const void* end; i64 stride_end, end_is_long, next_n;
-  const void* table; i64 stride_table, table_is_long, pages, page_size;
+  const void* table; i64 stride_table, table_is_long, pages, page_size;  // pages < 0: no table; a table may have none
   const void* page_rows; i64 stride_page_rows, page_rows_is_long;
   int* out; i64 stride_out;
   Raw* values; i64 stride_values;
@@ -108,7 +108,7 @@ __device__ __forceinline__ Row row_of(const Arguments& a, i64 row) {
     i64 last = max(integer(a.end, row / a.next_n * a.stride_end, a.end_is_long), -(1ll << 40));
     upper = min(max(last - a.next_n + row % a.next_n + 1, lower), a.columns);
   }
-  if (a.table) upper = min(upper, lower + a.pages * a.page_size);
+  if (a.pages >= 0) upper = min(upper, lower + a.pages * a.page_size);
   Row r;
   r.scores = a.scores + row * a.stride_scores;
   r.lower = (int)lower;
@@ -340,7 +340,7 @@ __device__ __forceinline__ void prefetch(const Row& r, int mine, int all) {
 
 __device__ __forceinline__ void write_one(const Arguments& a, const Row& r, i64 row, int place, int column) {
   i64 index = a.absolute ? column : column - r.lower;
-  if (a.table) {
+  if (a.pages >= 0) {
     i64 table_row = a.page_rows ? integer(a.page_rows, row * a.stride_page_rows, a.page_rows_is_long) : row;
     i64 page = integer(a.table, table_row * a.stride_table + index / a.page_size, a.table_is_long);
     index = page < 0 ? -1 : page * a.page_size + index % a.page_size;

@@ -80,7 +80,7 @@ def run(
     fields = (
         scores.data_ptr(), scores.stride(0), columns,
         *_vector(start), *_vector(end), next_n,
-        *_vector(page_table), page_table.shape[1] if page_table is not None else 0, max(page_size, 1),
+        *_vector(page_table), page_table.shape[1] if page_table is not None else -1, max(page_size, 1),
         *_vector(page_rows),
         out.data_ptr(), out.stride(0),
         *_vector(values)[:2], *_vector(counts)[:2],
@@ -144,7 +144,7 @@ def _kernel(index: int, arch: str, dtype: torch.dtype, shape: Plan) -> driver.CU
         for name, value in limits.items():
             if value:
                 _check(driver.cuKernelSetAttribute(name, value, kernel, device))
-        return driver.CUfunction(int(kernel))
+        return driver.CUfunction(int(kernel))  # a kernel of a library is launched as a function
 
 
 def _check(result: tuple[Any, ...]) -> tuple[Any, ...]:
