@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
+import keysift
 from rich.console import Console
 from rich.table import Table
 
@@ -99,8 +101,8 @@ def record(
         "command": " ".join(["keysift", *sys.argv[1:]]),
         "device": describe(device),
         "platform": platform.platform(),
-        "versions": {"python": platform.python_version()}
-        | {name: metadata.version(name) for name in ("keysift", "torch", "transformers", "numba")},
+        "versions": {"python": platform.python_version(), "keysift": keysift.__version__}
+        | {name: metadata.version(name) for name in ("torch", "transformers", "numba")},
         "configuration": {name: getattr(model.config, name) for names in WORDS.values() for name in names},
         **conditions,
         "memory": memory.how,
