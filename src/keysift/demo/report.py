@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-
-import keysift
 from rich.console import Console
 from rich.table import Table
+
+import keysift
 
 from .measure import STAGES, Memory, Run
 from .model import VARIANTS, WORDS
