@@ -10,6 +10,9 @@ import torch
 for name in [name for name in os.environ if name.startswith("KEYSIFT_")]:
     del os.environ[name]
 
+from keysift import dispatch  # noqa: E402 (after the environment)
+from keysift.ops.select import api as select_api  # noqa: E402
+
 # Triton decides at import whether it interprets or compiles, so the two cannot share a process: `make interpreter`.
 collect_ignore = [] if os.environ.get("TRITON_INTERPRET") == "1" else ["interpreter"]
 
@@ -22,6 +25,17 @@ hypothesis.settings.load_profile("keysift")
 def _seed():
     """The same numbers whichever tests ran before."""
     torch.manual_seed(0)
+
+
+@pytest.fixture
+def fresh_choices():
+    """A test that changes a table, a plan or a kernel leaves no choice behind, and finds none."""
+    caches = (dispatch._choose, dispatch._load, dispatch._warn_reference, select_api._chosen)
+    for cache in caches:
+        cache.cache_clear()
+    yield
+    for cache in caches:
+        cache.cache_clear()
 
 
 def pytest_collection_modifyitems(config, items):

@@ -114,7 +114,7 @@ def test_check_shows_every_line_and_exits_with_0():
     assert done.output.rstrip().endswith("kernels judged: 1; all keep the contract")
 
 
-def test_check_exits_with_1_when_a_line_is_broken(monkeypatch):
+def test_check_exits_with_1_when_a_line_is_broken(monkeypatch, fresh_choices):
     def shifted(scores, *arguments):
         """The reference, except that column 0 is given as column 1."""
         out = arguments[9]

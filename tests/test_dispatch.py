@@ -52,16 +52,6 @@ def table(*rows):
 TOYS = table(("small", small_cpu), ("even", even), ("reference", anything))
 
 
-@pytest.fixture
-def fresh():
-    """The memory of choices and of warnings, empty before and after."""
-    for cache in (dispatch._choose, dispatch._warn_reference):
-        cache.cache_clear()
-    yield
-    for cache in (dispatch._choose, dispatch._warn_reference):
-        cache.cache_clear()
-
-
 def python(code, **environment):
     """A fresh process; its stdout."""
     command = [sys.executable, "-W", "error", "-c", code]
@@ -116,7 +106,7 @@ def test_an_exception_while_choosing_is_never_a_fallback():
         dispatch.choose("toy", table(("broken", broken), ("reference", anything)), Toy())
 
 
-def test_an_exception_while_loading_or_running_is_never_a_fallback(monkeypatch):
+def test_an_exception_while_loading_or_running_is_never_a_fallback(monkeypatch, fresh_choices):
     absent = Kernel("absent", anything, "keysift.no_such_kernel:run")
     monkeypatch.setattr(api, "KERNELS", (absent, *api.KERNELS))
     with pytest.raises(ModuleNotFoundError, match="no_such_kernel"):
@@ -133,7 +123,7 @@ def raises(*arguments):
 
 
 @pytest.mark.parametrize("device", [H200, MI300, Device("xpu", "")], ids=str)
-def test_an_accelerator_that_falls_to_the_reference_warns_once_per_kind(fresh, device):
+def test_an_accelerator_that_falls_to_the_reference_warns_once_per_kind(fresh_choices, device):
     with pytest.warns(RuntimeWarning) as seen:
         dispatch.choose("toy", TOYS, Toy(device, k=7))
     (warning,) = seen
@@ -147,7 +137,7 @@ def test_an_accelerator_that_falls_to_the_reference_warns_once_per_kind(fresh, d
         dispatch.choose("toy", TOYS, Toy(device, k=6))
 
 
-def test_a_cpu_or_a_reference_by_name_does_not_warn(fresh):
+def test_a_cpu_or_a_reference_by_name_does_not_warn(fresh_choices):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert dispatch.choose("toy", TOYS, Toy(k=7)).name == "reference"

@@ -10,6 +10,8 @@ from keysift import select
 from keysift.ops.select import kernel_triton
 from keysift.testing import check_select, select_kernels
 
+pytestmark = pytest.mark.usefixtures("fresh_choices")
+
 if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("needs TRITON_INTERPRET=1, set before Triton is imported", allow_module_level=True)
 
