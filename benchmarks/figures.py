@@ -1,12 +1,14 @@
 """Figures and tables from the records in benchmarks/results; nothing here measures anything.
 
 python benchmarks/figures.py select RECORD --out FILE   time over the read floor against columns, a panel per row count
-python benchmarks/figures.py readme                     write the block between the marks in README.md anew
+python benchmarks/figures.py readme                     write the blocks between the marks in README.md and docs anew
 """
 
+import json
 import pathlib
 import re
 from collections import defaultdict
+from collections.abc import Mapping
 from typing import Annotated, Any
 
 import typer
@@ -47,10 +49,14 @@ def select(
 
 @app.command()
 def readme() -> None:
-    """Write the figures in README.md anew from the records in benchmarks/results."""
-    path = ROOT / "README.md"
-    path.write_text(with_block(path.read_text(), block(RESULTS)))
-    typer.echo(f"figures: {path}")
+    """Write the figures in README.md and docs/select.md anew from the records in benchmarks/results."""
+    for name, blocks in BLOCKS.items():
+        path = ROOT / name
+        text = path.read_text()
+        for word, make in blocks.items():
+            text = with_block(text, make(RESULTS), word)
+        path.write_text(text)
+        typer.echo(f"figures: {path}")
 
 
 def draw(record: Record, out: pathlib.Path, k: int) -> None:
@@ -139,16 +145,84 @@ def block(results: pathlib.Path) -> str:
     return "\n\n".join(_section(record) for record in records)
 
 
-def with_block(text: str, made: str) -> str:
-    """`text` with `made` between its marks. Raises ValueError where a mark is missing."""
-    pattern = re.compile(re.escape(BEGIN) + ".*?" + re.escape(END), re.DOTALL)
+def kernels_block(results: pathlib.Path) -> str:
+    """What docs/select.md says of a record with several kernels: each beside the floor and the fallback."""
+    parts = []
+    for path in sorted(results.glob("select-*.json")):
+        record = read(path)
+        names = list(dict.fromkeys(name for entry in record["cases"].values() for name in entry["kernels"]))
+        if len(names) < 2:
+            continue
+        heads = [f"{name}, us | over the floor | fallback's time over it" for name in names]
+        lines = [
+            f"**{record['device']}** ({record['mode']}):",
+            "",
+            f"| rows x columns | data | floor, us | fallback, us | {' | '.join(heads)} |",
+            "|---|---|---|---|" + "---|---|---|" * len(names),
+        ]
+        for case in SHOWN["cuda"]:
+            entry = record["cases"].get(case.name)
+            if entry is None:
+                continue
+            floor, fallback = entry["floor"]["us"], entry["others"]["fallback"]["us"]
+            cells = [f"{case.rows} x {case.columns} {case.phase}", case.data, _us(floor), _us(fallback)]
+            for name in names:
+                us = entry["kernels"][name]["us"]
+                cells += [_us(us), f"{us / floor:.1f}x", f"{fallback / us:.1f}x"]
+            lines.append(f"| {' | '.join(cells)} |")
+        parts.append("\n".join([*lines, "", _source(record)]))
+    return "\n\n".join(parts)
+
+
+def demo_block(results: pathlib.Path) -> str:
+    """What README says of the whole model: the demo's records."""
+    parts = []
+    for path in sorted(results.glob("demo-*.json")):
+        record = json.loads(path.read_text())
+        runs = record["runs"]
+        stock = runs["stock"]["time_per_token_s"]
+        k = record["configuration"]["index_topk"]
+        lines = [
+            f"**{record['device']}**, {record['context']} tokens of context, k = {k}:",
+            "",
+            f"| | {' | '.join(runs)} |",
+            "|---|" + "---|" * len(runs),
+        ]
+        rows = {
+            "time per output token, ms": [f"{1e3 * run['time_per_token_s']:.1f}" for run in runs.values()],
+            "stock takes": [f"{stock / run['time_per_token_s']:.1f}x" for run in runs.values()],
+            "prefill, s": [f"{run['prefill_s']:.1f}" for run in runs.values()],
+            "peak memory of prefill, MiB": [f"{run['prefill_peak_bytes'] / 2**20:.0f}" for run in runs.values()],
+            "peak memory of decode, MiB": [f"{run['decode_peak_bytes'] / 2**20:.0f}" for run in runs.values()],
+        }
+        lines += [f"| {name} | {' | '.join(cells)} |" for name, cells in rows.items()]
+        parts.append("\n".join([*lines, "", _source(record)]))
+    return "\n\n".join(parts)
+
+
+def with_block(text: str, made: str, word: str = "select") -> str:
+    """`text` with `made` between the marks of `word`. Raises ValueError where a mark is missing."""
+    begin, end = BEGIN.replace("select", word), END.replace("select", word)
+    pattern = re.compile(re.escape(begin) + ".*?" + re.escape(end), re.DOTALL)
     if not pattern.search(text):
-        raise ValueError(f"README.md has no block between {BEGIN} and {END}")
-    return pattern.sub(lambda _: f"{BEGIN}\n\n{made}\n\n{END}", text)
+        raise ValueError(f"there is no block between {begin} and {end}")
+    return pattern.sub(lambda _: f"{begin}\n\n{made}\n\n{end}", text)
+
+
+#: What stands between which marks, by file.
+BLOCKS = {
+    "README.md": {"demo": demo_block, "select": block},
+    "docs/select.md": {"kernels": kernels_block},
+}
+
+
+def _source(record: Mapping[str, Any]) -> str:
+    versions = ", ".join(f"{name} {version}" for name, version in record["versions"].items())
+    commit = (record["commit"] or "unknown")[:12] + (", with changes" if record.get("dirty") else "")
+    return f"`{record['command']}`, {record['date']}, commit {commit}, {versions}"
 
 
 def _section(record: Record) -> str:
-    versions = ", ".join(f"{name} {version}" for name, version in record["versions"].items())
     peers = peers_of(record)
     other = "topk" if record["device_type"] == "cpu" else "fallback"
     heading = "`torch.topk`, unsorted" if other == "topk" else "`torch.topk` as a fallback uses it"
@@ -181,8 +255,7 @@ def _section(record: Record) -> str:
             peer = peers.get(case.name)
             cells.append(f"{_us(peer['best_us'])} ({peer['best']})" if peer else "-")
         lines.append(f"| {' | '.join(cells)} |")
-    commit = (record["commit"] or "unknown")[:12] + (", with changes" if record["dirty"] else "")
-    lines += ["", f"`{record['command']}`, {record['date']}, commit {commit}, {versions}"]
+    lines += ["", _source(record)]
     return "\n".join(lines)
 
 

@@ -230,3 +230,16 @@ def test_the_workspace_grows_with_threads_and_k_not_with_the_scores(threads):
     assert kernel.workspace_size(4096, 1 << 20, 2048) == kernel.workspace_size(64, 1 << 20, 2048) < 1 << 18
     assert kernel.workspace_size(1, 64, 2048) < 1 << 14
     assert os.getpid() == kernel._PROCESS
+
+
+def test_scratch_follows_the_number_of_threads():
+    scores = torch.randn(1, 300_000, generator=torch.Generator().manual_seed(0))
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        one = keysift.select(scores, 2048, kernel="cpu", sorted=True)
+        torch.set_num_threads(2)
+        two = keysift.select(scores, 2048, kernel="cpu", sorted=True)
+    finally:
+        torch.set_num_threads(before)
+    assert torch.equal(one, two)

@@ -306,7 +306,8 @@ def _select(
 ) -> None:
     """The operator on every device: choose, then launch."""
     rows, columns = scores.shape
-    run, size = _chosen(scores.device, scores.dtype, rows, columns, k, scores.stride(1), kernel)
+    device, threads = scores.device, torch.get_num_threads()  # a CPU's scratch is per thread
+    run, size = _chosen(device, scores.dtype, rows, columns, k, scores.stride(1), threads, kernel)
     if rows == 0:
         return
     if columns == 0:
@@ -328,7 +329,14 @@ def _select(
 
 @functools.lru_cache(maxsize=4096)
 def _chosen(
-    device: torch.device, dtype: torch.dtype, rows: int, columns: int, k: int, stride: int, kernel: str | None
+    device: torch.device,
+    dtype: torch.dtype,
+    rows: int,
+    columns: int,
+    k: int,
+    stride: int,
+    threads: int,  # part of the key
+    kernel: str | None,
 ) -> tuple[Callable[..., None], int]:
     """The entry of the kernel that runs and the bytes of scratch that it wants; plain keys, since every call asks."""
     problem = Problem(dispatch.device_of(device), dtype, rows, columns, k, stride if columns > 1 else 1)
