@@ -8,7 +8,6 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from keysift import dispatch
 from keysift.benchmarks import app, bench_select, floor, harness, record
 from keysift.benchmarks.cases import Case
 from keysift.benchmarks.check import expect, fault
@@ -24,7 +23,7 @@ def entry_of(case=SMALL, mode="cold", kernels=()):
 
 
 @pytest.fixture
-def plant(monkeypatch):
+def plant(monkeypatch, fresh_choices):
     """Put a kernel first in the table: the reference, then `spoil(call number, scores, indices)`."""
 
     def planted(spoil):
@@ -40,9 +39,7 @@ def plant(monkeypatch):
         monkeypatch.setattr(api, "KERNELS", (kernel, *api.KERNELS))
         return calls
 
-    dispatch._load.cache_clear()
-    yield planted
-    dispatch._load.cache_clear()
+    return planted
 
 
 @pytest.mark.parametrize("mode", harness.MODES)

@@ -88,3 +88,13 @@ def _ascending(columns):
     last = torch.iinfo(torch.int32).max
     ascending = columns.where(columns >= 0, last).sort().values
     return ascending.where(ascending < last, -1)
+
+
+@pytest.mark.parametrize("length", [-(2**63), -(2**31), 2**62])
+def test_extreme_lengths_mean_empty_or_full(length):
+    generator = torch.Generator().manual_seed(0)
+    q, weights = torch.randn(4, 2, 4, generator=generator), torch.randn(4, 2, generator=generator)
+    cache, table = torch.randn(6, 2, 4, generator=generator), torch.tensor([[0, 1], [2, 3]])
+    indices = keysift.index_decode(q, cache, weights, torch.tensor([length, 3]), table, 3, 2)
+    counted = (indices >= 0).sum(1).tolist()
+    assert counted == ([0, 0, 2, 3] if length < 0 else [3, 3, 2, 3])

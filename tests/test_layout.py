@@ -36,9 +36,9 @@ BUDGETS = (
     ("benchmarks/**/*.py", 400),
 )
 LONGER = {
-    "src/keysift/dispatch.py": (170, "a quarter of it is docstrings, and it holds the device vocabulary too"),
+    "src/keysift/dispatch.py": (185, "a quarter of it is docstrings, and it holds the device vocabulary too"),
     "src/keysift/ops/select/api.py": (
-        370,
+        380,
         "three public forms of one operation, each with its docstring, and what each of four kernels needs",
     ),
     "src/keysift/benchmarks/__init__.py": (60, "the options of `keysift bench`, one a line"),

@@ -173,7 +173,7 @@ def _explain(stage: str, table: Sequence[dispatch.Kernel], problem: Any, call: s
         try:
             chosen = dispatch.choose(stage, table, problem)
         except ValueError as error:  # KEYSIFT_<STAGE> names a kernel that does not exist or cannot run this
-            raise typer.BadParameter(f"{error} (KEYSIFT_{stage.upper()} is set)") from error
+            raise typer.BadParameter(str(error)) from error
     say(f"{stage}: {call}, on {device}")
     width = max(len(kernel.name) for kernel in table)
     reasons = dispatch.explain(table, problem)

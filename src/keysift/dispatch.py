@@ -9,6 +9,7 @@ import functools
 import importlib
 import importlib.util
 import os
+import re
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -82,7 +83,13 @@ def choose(stage: str, table: Sequence[Kernel], problem: Problem, name: str | No
     Without `name`, `KEYSIFT_<STAGE>` (read once) names one. Raises ValueError: an unknown name, a named kernel with
     unmet constraints (each is listed), or no kernel at all (each kernel is listed with its reasons).
     """
-    return _choose(stage, tuple(table), problem, name or _forced(stage))
+    forced = None if name else _forced(stage)
+    try:
+        return _choose(stage, tuple(table), problem, name or forced)
+    except ValueError as error:
+        if forced is None:
+            raise
+        raise ValueError(f"{error} (KEYSIFT_{stage.upper()}={forced} names it)") from error
 
 
 def explain(table: Sequence[Kernel], problem: Problem) -> list[tuple[str, list[str]]]:
@@ -159,8 +166,11 @@ def parse_device(text: str) -> Device:
     if text == "cuda" and torch.cuda.is_available():
         return device_of(torch.device("cuda"))
     kind, _, arch = text.partition(":")
-    if (kind == "cuda" and arch.startswith("sm_")) or (kind == "hip" and arch.startswith("gfx")):
+    if (kind == "cuda" and re.fullmatch(r"sm_(7[05]|8[0679]|90|1[0-2][0-9])", arch)) or (
+        kind == "hip" and re.fullmatch(r"gfx(9[04][0-9a-f]|950|1[0-2][0-9a-f]{2})", arch)
+    ):
         return Device(kind, arch, is_local=False, processors=PROCESSORS.get(arch, 100))
     raise ValueError(
-        f"device is {text!r}; it may be cpu, cuda (where there is one), cuda:sm_90, hip:gfx942 or the like"
+        f"device is {text!r}; it may be cpu, cuda if there is one here, or a named chip: cuda:sm_70 to cuda:sm_129 "
+        "(as cuda:sm_90), hip:gfx900 to hip:gfx12.. (as hip:gfx942)"
     )

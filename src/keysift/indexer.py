@@ -101,7 +101,8 @@ def index_decode(
     rows, out = q.shape[0], _output(q, topk, out)
     row = torch.arange(rows, device=q.device)
     if seq_lens.ndim == 1 and next_n > 1:
-        ends = (seq_lens[:, None] - next_n + 1 + row[:next_n]).flatten()
+        lengths = seq_lens.long().clamp(0, block_table.shape[1] * cache.shape[1] + next_n)
+        ends = (lengths[:, None] - next_n + 1 + row[:next_n]).flatten()
     else:
         ends = seq_lens.flatten()
     for part in _chunks(rows, block_table.shape[1] * cache.shape[1], next_n, memory_budget):

@@ -160,3 +160,17 @@ def test_the_operator():
         lambda q: keysift.sparse_mla(q, KV, INDICES, 1.0, value_dim=4)[0], backend="eager", fullgraph=True
     )
     assert torch.equal(compiled(Q), keysift.sparse_mla(Q, KV, INDICES, 1.0, value_dim=4)[0])
+
+
+def test_a_token_is_the_same_beside_others_and_a_gradient_is_not_asked_for():
+    latents = torch.tensor([[-torch.inf], [2.0]])
+    query = torch.ones(2, 1, 1, requires_grad=True)
+    indices = torch.tensor([[0], [-1]], dtype=torch.int32)
+    for kernel in ("cpu", "reference"):
+        alone = keysift.sparse_mla(query[:1], latents, indices[:1], 1.0, value_dim=1, kernel=kernel)
+        out, lse = keysift.sparse_mla(query, latents, indices, 1.0, value_dim=1, kernel=kernel)
+        assert torch.equal(alone[1], lse[:1])
+        assert not out.requires_grad
+        taller = torch.zeros(5, 1, 1)
+        cut, _ = keysift.sparse_mla(query, latents, indices, 1.0, value_dim=1, out=taller, kernel=kernel)
+        assert cut.shape == (2, 1, 1)

@@ -85,7 +85,7 @@ def index_scores(
         out = q.new_empty(rows, columns, dtype=torch.float32)
     checks.check_out(q, out, columns)
     torch.ops.keysift.score(q, k, k_scale, weights, starts, ends, 1, None, out, kernel)
-    return out
+    return out if out.shape[0] == weights.shape[0] else out[: weights.shape[0]]
 
 
 def paged_index_scores(
@@ -131,7 +131,7 @@ def paged_index_scores(
         out = q.new_empty(q.shape[0], block_table.shape[1] * cache.shape[1], dtype=torch.float32)
     checks.check_out(q, out, 0)
     torch.ops.keysift.score(q, cache, None, weights, None, ends, next_n, block_table, out, kernel)
-    return out
+    return out if out.shape[0] == weights.shape[0] else out[: weights.shape[0]]
 
 
 def _problem(q: torch.Tensor, k: torch.Tensor, block_table: torch.Tensor | None, out: torch.Tensor) -> Problem:

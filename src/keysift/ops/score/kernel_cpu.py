@@ -18,6 +18,7 @@ ALIGNMENT = 16
 HEADS = 8
 
 
+@torch.no_grad()
 def run(
     q: torch.Tensor,
     k: torch.Tensor,

@@ -3,6 +3,7 @@
 import torch
 
 
+@torch.no_grad()
 def run(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -48,5 +49,5 @@ def windows(
     elif ends.shape[0] == rows:
         upper = ends.long()
     else:
-        upper = ends.long()[row // next_n] - next_n + row % next_n + 1
+        upper = ends.long().clamp(0, columns + next_n)[row // next_n] - next_n + row % next_n + 1
     return lower, torch.maximum(upper.clamp(max=columns), lower)

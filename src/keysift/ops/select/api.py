@@ -50,11 +50,18 @@ def _unmet_cuda(problem: Problem) -> list[str]:
         return [f"device is {device}, needs cuda"]
     fits = problem.k <= 5400 or problem.columns <= 8192
     return [
+        *_unmet_sizes(problem),
         *([] if int(device.arch.removeprefix("sm_")) >= 80 else [f"device is {device}, needs sm_80 or later"]),
         *([] if _has_nvrtc(device) else ["cuda-core or NVRTC is not installed (pip install 'keysift[cuda]')"]),
         *([] if problem.column_stride == 1 else [f"column stride is {problem.column_stride}, needs 1"]),
         *([] if fits else [f"k is {problem.k}, needs at most 5400 where rows have more than 8192 columns"]),
     ]
+
+
+def _unmet_sizes(problem: Problem) -> list[str]:
+    """Columns and places are 32-bit numbers on a GPU, with room for a tile beyond the last."""
+    sizes = {"columns": (problem.columns, 2**31 - 2**17), "k": (problem.k, 2**30), "rows": (problem.rows, 2**26)}
+    return [f"{name} is {size}, needs at most {most}" for name, (size, most) in sizes.items() if size > most]
 
 
 @functools.cache
@@ -75,6 +82,7 @@ def _has_nvrtc(device: Device) -> bool:
 def _unmet_triton(problem: Problem) -> list[str]:
     runs = problem.device.type in ("cuda", "hip") or dispatch.TRITON_INTERPRETS
     return [
+        *_unmet_sizes(problem),
         *([] if runs else [f"device is {problem.device}, needs cuda or hip"]),
         *([] if problem.device.has("triton") else ["the package triton is not installed"]),
         *([] if problem.column_stride == 1 else [f"column stride is {problem.column_stride}, needs 1"]),
@@ -230,14 +238,15 @@ def select_decode(
 def select_workspace_size(scores: torch.Tensor, k: int, *, kernel: str | None = None) -> int:
     """Bytes of `workspace` with which `select(scores, k)` allocates nothing; 0 where no scratch is wanted.
 
-    The size depends on shapes, dtype, device and k alone, and grows with rows, not with rows * columns.
+    The size depends on shapes, dtype, device and k (on a CPU also on `torch.get_num_threads()`), and grows with rows,
+    not with rows * columns.
 
     >>> select_workspace_size(torch.empty(4, 4096), 2048) >= 0
     True
     """
     checks.check_scores(scores, k)
-    problem = _problem(scores, k)
-    return dispatch.choose("select", KERNELS, problem, kernel).workspace_size(problem)
+    rows, columns = scores.shape
+    return _chosen(scores.device, scores.dtype, rows, columns, k, scores.stride(1), torch.get_num_threads(), kernel)[1]
 
 
 def _problem(scores: torch.Tensor, k: int) -> Problem:

@@ -127,7 +127,7 @@ def check_out(
         if tensor.ndim != 1 + len(shape) or tensor.shape[0] < rows or tensor.shape[1:] != shape:
             wanted = f"[at least {rows}, {k}]" if shape else f"[at least {rows}]"
             raise ValueError(f"{label} has shape {list(tensor.shape)}; it must be {wanted}")
-        if tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
+        if shape and tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
             raise ValueError(f"{label} has stride {tensor.stride(-1)} in its last dimension; it must be 1")
         found[name] = tensor
     return found["indices"], found.get("values"), found.get("counts")

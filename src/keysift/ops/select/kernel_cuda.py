@@ -88,7 +88,8 @@ def run(
     )  # fmt: skip
     arguments = ctypes.create_string_buffer(_ARGUMENTS.pack(*fields))
     pointers = ctypes.c_void_p(ctypes.addressof(arguments))
-    _check(driver.cuLaunchKernelEx(config, kernel, ctypes.addressof(pointers), 0))
+    with torch.cuda.device(scores.device):  # the launch goes to the current context, which a new thread lacks
+        _check(driver.cuLaunchKernelEx(config, kernel, ctypes.addressof(pointers), 0))
 
 
 @functools.lru_cache(maxsize=4096)

@@ -1,5 +1,6 @@
 """select in Triton: plan and launch; kernel_triton_code.py has the algorithm."""
 
+import contextlib
 from dataclasses import dataclass
 
 import torch
@@ -34,6 +35,8 @@ class Plan:
 WHOLE = 16384
 #: Rows per launch, and programs per launch, that there is scratch for.
 ROWS = 2048
+#: Bytes that the lists are aligned to.
+ALIGNMENT = 16
 #: Segments per row at most.
 SPLITS = 64
 
@@ -68,7 +71,7 @@ def _fit(columns: int, k: int, sample: int) -> int:
 def workspace_size(rows: int, columns: int, k: int, processors: int) -> int:
     """Bytes of scratch: per row and segment, survivors with their columns and three numbers."""
     p = plan(rows, columns, k, processors)
-    return 0 if p.whole else 4 * p.rows * p.splits * (2 * p.fit + 3)
+    return 0 if p.whole else 4 * p.rows * p.splits * (2 * p.fit + 3) + ALIGNMENT
 
 
 def run(
@@ -112,15 +115,36 @@ def run(
         out.stride(0), _stride(values), _stride(counts),
     )  # fmt: skip
     page_size = max(page_size, 1)
+    # Triton launches on the current device; the interpreter has none.
+    with torch.cuda.device(scores.device) if scores.is_cuda else contextlib.nullcontext():
+        _launch(p, inputs, outputs, strides, workspace, rows, columns, k, next_n, limit, page_size, windows, results)
+
+
+def _launch(
+    p: Plan,
+    inputs: tuple[torch.Tensor, ...],
+    outputs: tuple[torch.Tensor, ...],
+    strides: tuple[int, ...],
+    workspace: torch.Tensor,
+    rows: int,
+    columns: int,
+    k: int,
+    next_n: int,
+    limit: int,
+    page_size: int,
+    windows: dict[str, bool],
+    results: dict[str, bool],
+) -> None:
     if p.whole:
         select_whole_kernel[(rows,)](
             *inputs, *outputs, columns, k, next_n, limit, page_size, *strides,
             **windows, **results, FIT=p.fit, num_warps=p.warps,
         )  # fmt: skip
         return
-    kept, kept_column, header = workspace.view(torch.int32).split_with_sizes(
-        [p.rows * p.splits * p.fit, p.rows * p.splits * p.fit, workspace.numel() // 4 - 2 * p.rows * p.splits * p.fit]
-    )
+    places, header_size = p.rows * p.splits * p.fit, 3 * p.rows * p.splits
+    first = -workspace.data_ptr() % ALIGNMENT  # a workspace may be any slice of bytes
+    scratch = workspace[first : first + 4 * (2 * places + header_size)].view(torch.int32)
+    kept, kept_column, header = scratch.split_with_sizes([places, places, header_size])
     lists = (kept.view(torch.float32), kept_column, header)
     for first_row in range(0, rows, p.rows):
         grid = (p.splits, min(p.rows, rows - first_row))

@@ -36,7 +36,7 @@ def row_window(
         last = tl.maximum(last, -(1 << 40)) - next_n + row % next_n + 1
         upper = tl.minimum(tl.maximum(last, lower), columns.to(tl.int64)).to(tl.int32)
     if HAS_TABLE:
-        upper = tl.minimum(upper.to(tl.int64), lower + limit).to(tl.int32)
+        upper = tl.minimum(upper.to(tl.int64), lower + tl.cast(limit, tl.int64)).to(tl.int32)
     return lower, upper
 
 
@@ -224,7 +224,7 @@ def write_chosen(
         if HAS_VALUES:
             value = tl.load(scores_ptr + row.to(tl.int64) * stride_scores + column, mask=write)
             if HAS_TABLE:
-                value = tl.where(index < 0, -float("inf"), value).to(values_ptr.dtype.element_ty)
+                value = tl.where(page < 0, -float("inf"), value).to(values_ptr.dtype.element_ty)
             tl.store(values_ptr + row.to(tl.int64) * stride_values + position, value, mask=write)
         position += 1
     return base + tl.sum(number, 0), ties

@@ -6,6 +6,7 @@ import torch
 CELLS = 1 << 24
 
 
+@torch.no_grad()
 def run(
     scores: torch.Tensor,
     k: int,

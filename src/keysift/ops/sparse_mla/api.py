@@ -93,7 +93,11 @@ def sparse_mla(
     checks.check_out(q, "out", out, q.dtype, (heads, value_dim))
     checks.check_out(q, "lse", lse, torch.float32, (heads,))
     torch.ops.keysift.sparse_mla(q, kv, indices, float(scale), out, lse, kernel)
-    return out, lse
+    return _first(out, q.shape[0]), _first(lse, q.shape[0])
+
+
+def _first(tensor: torch.Tensor, tokens: int) -> torch.Tensor:
+    return tensor if tensor.shape[0] == tokens else tensor[:tokens]
 
 
 def _sparse_mla(

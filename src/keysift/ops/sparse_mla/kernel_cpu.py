@@ -11,6 +11,7 @@ import torch
 BYTES = 96 << 20
 
 
+@torch.no_grad()
 def run(
     q: torch.Tensor, kv: torch.Tensor, indices: torch.Tensor, scale: float, out: torch.Tensor, lse: torch.Tensor
 ) -> None:
@@ -35,8 +36,8 @@ def _attend(
     if padded:
         logits.masked_fill_(absent.unsqueeze(1), -torch.inf)
     highest = logits.amax(-1, keepdim=True)
-    shift = highest.masked_fill(highest == -torch.inf, 0.0) if padded else highest
+    shift = highest.masked_fill(highest == -torch.inf, 0.0)
     total = logits.sub_(shift).exp_().sum(-1, keepdim=True)
     summed = torch.bmm(logits, latents[..., : out.shape[2]])
-    out.copy_(summed.div_(total.masked_fill(total == 0, 1.0) if padded else total))
+    out.copy_(summed.div_(total.masked_fill(total == 0, 1.0)))
     torch.add(highest.squeeze(-1), total.squeeze(-1).log_(), out=lse)

@@ -6,6 +6,7 @@ import torch
 ELEMENTS = 1 << 26
 
 
+@torch.no_grad()
 def run(
     q: torch.Tensor, kv: torch.Tensor, indices: torch.Tensor, scale: float, out: torch.Tensor, lse: torch.Tensor
 ) -> None:
