@@ -197,7 +197,7 @@ def demo_block(results: pathlib.Path) -> str:
         }
         lines += [f"| {name} | {' | '.join(cells)} |" for name, cells in rows.items()]
         parts.append("\n".join([*lines, "", _source(record)]))
-    return "\n\n".join(parts)
+    return "\n\n".join(parts) or "No run is recorded yet; `make demo` measures it on your machine."
 
 
 def with_block(text: str, made: str, word: str = "select") -> str:
