@@ -16,6 +16,9 @@ BIN := $(VENV)/bin
 # Named by version, so that another PYTHON sets up anew.
 STAMP := $(VENV)/installed-$(shell $(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2>/dev/null)
 ARGS ?=
+# Two workers, as many as CI has cores; each file in one, since fixtures that take long are a file's own. Torch's threads
+# do not spin while they wait, or the workers would take the cores from each other.
+PYTEST := OMP_WAIT_POLICY=PASSIVE $(BIN)/pytest --numprocesses 2 $(PYTEST_ARGS)
 
 .PHONY: help demo test lint types interpreter tests format clean
 
@@ -44,12 +47,12 @@ types: $(STAMP) ## mypy --strict on src
 interpreter: $(STAMP) ## the Triton kernels on a CPU
 	@if [ -d tests/interpreter ]; then \
 	    echo "== tests: Triton kernels under the interpreter"; \
-	    TRITON_INTERPRET=1 $(BIN)/pytest tests/interpreter $(PYTEST_ARGS); \
+	    TRITON_INTERPRET=1 $(PYTEST) tests/interpreter; \
 	fi
 
 tests: $(STAMP) ## pytest: tests and doctests
 	@echo "== tests: pytest"
-	@$(BIN)/pytest $(PYTEST_ARGS)
+	@$(PYTEST) --dist loadfile
 
 format: $(STAMP) ## let ruff format and fix
 	@$(BIN)/ruff check --fix

@@ -72,14 +72,14 @@ def spills(binary, target):
     return int(re.search(r"STACK:(\d+)", report)[1])
 
 
-def launches(rows, columns, k, results, processors):
+def launches(rows, columns, k, results, processors, element_size=4):
     """The kernels of a shape with their constants and warps, as `kernel_triton.run` launches them."""
     plan = kernel_triton.plan(rows, columns, k, processors)
     windows = {name: results[name] for name in ("HAS_START", "HAS_END", "HAS_TABLE")}
     if plan.whole:
         return [(kernel_triton.select_whole_kernel, {**results, "FIT": plan.fit}, plan.warps)]
     shape = {"SPLITS": plan.splits, "FIT": plan.fit}
-    scan = {**windows, **shape, "BLOCK": plan.block, "SAMPLE": plan.sample, "LISTED": plan.listed}
+    scan = {**windows, **shape, "BLOCK": plan.scan_block(element_size), "SAMPLE": plan.sample, "LISTED": plan.listed}
     finish = {**results, **shape, "BLOCK": plan.finish_block}
     return [
         (kernel_triton.select_scan_kernel, scan, plan.warps),
@@ -93,7 +93,8 @@ def launches(rows, columns, k, results, processors):
 def test_select_compiles_within_the_chip(chip, shape):
     target, shared_memory = TARGETS[chip]
     rows, columns, k, dtype, results = shape
-    for kernel, constants, warps in launches(rows, columns, k, results, PROCESSORS[chip]):
+    element_size = int(dtype[-2:]) // 8
+    for kernel, constants, warps in launches(rows, columns, k, results, PROCESSORS[chip], element_size):
         binary = compiled(kernel, constants, dtype, target, warps)
         assert binary.metadata.shared <= shared_memory, kernel.__name__
         assert spills(binary, target) == 0, kernel.__name__

@@ -25,6 +25,10 @@ class Plan:
     warps: int = 4
     finish_warps: int = 4
 
+    def scan_block(self, element_size: int) -> int:
+        """Columns that the scan reads at a time; of 16-bit scores fewer, since ptxas for sm_100 spills beyond."""
+        return self.block if element_size == 4 else min(self.block, 4096)
+
     @property
     def finish_block(self) -> int:
         """Values that the finish reads at a time: 16 a thread, with room for the search."""
@@ -146,11 +150,12 @@ def _launch(
     scratch = workspace[first : first + 4 * (2 * places + header_size)].view(torch.int32)
     kept, kept_column, header = scratch.split_with_sizes([places, places, header_size])
     lists = (kept.view(torch.float32), kept_column, header)
+    block = p.scan_block(inputs[0].element_size())
     for first_row in range(0, rows, p.rows):
         grid = (p.splits, min(p.rows, rows - first_row))
         select_scan_kernel[grid](
             *inputs, *lists, columns, k, next_n, limit, first_row, *strides[:3],
-            **windows, SPLITS=p.splits, FIT=p.fit, BLOCK=p.block, SAMPLE=p.sample, LISTED=p.listed, num_warps=p.warps,
+            **windows, SPLITS=p.splits, FIT=p.fit, BLOCK=block, SAMPLE=p.sample, LISTED=p.listed, num_warps=p.warps,
         )  # fmt: skip
         select_finish_kernel[grid](
             *inputs, *outputs, *lists, columns, k, next_n, limit, page_size, first_row, *strides,

@@ -3,8 +3,11 @@
 import triton
 import triton.language as tl
 
+from keysift.dispatch import TRITON_INTERPRETS
+
 LOWEST = tl.constexpr(-2139095041)  # the ordered key of -inf
 HIGHEST = tl.constexpr(2139095040)  # the ordered key of +inf
+INTERPRETS = tl.constexpr(TRITON_INTERPRETS)
 
 
 @triton.jit
@@ -42,8 +45,8 @@ def row_window(
 
 @triton.jit
 def as_float(x):
-    """Scores as float32; bfloat16 by its bits, as the interpreter's cast loses denormals."""
-    if x.dtype == tl.bfloat16:
+    """Scores as float32; in the interpreter bfloat16 by its bits, since its cast loses denormals."""
+    if INTERPRETS and x.dtype == tl.bfloat16:
         return (x.to(tl.int16, bitcast=True).to(tl.int32) << 16).to(tl.float32, bitcast=True)
     return x.to(tl.float32)
 
