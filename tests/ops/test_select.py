@@ -10,6 +10,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import keysift
 from keysift.ops.select import reference
@@ -291,12 +293,15 @@ for name, selector in select_kernels("cpu"):
 #: Calls that KEYSIFT_CHECK=1 refuses, and what their refusals name.
 CHECKED = {
     "keysift.select(scores, 5, start=torch.tensor([0, 50, 51, -1]), out=out)": "start[2] is 51",
-    "keysift.select(scores, 5, end=torch.tensor([50, -7, 60, 0]), out=out)": "[1] is -7",
+    "keysift.select(scores, 5, end=torch.tensor([50, -7, 60, 0]), out=out)": "end[1] is -7",
     "keysift.select(scores, 5, start=four + 5, end=four + torch.tensor([5, 6, 7, 1]), out=out)": "end[3] is 4",
-    "keysift.select_decode(scores, 5, torch.tensor([50, 51]), 2, out)": "[1] is 51",
-    "keysift.select_decode(scores, 5, torch.tensor([[1, 2], [3, 51]]), 2, out)": "[3] is 51",
+    "keysift.select_prefill(scores, 5, four - 1, four, out)": "row_starts[0] is -1",
+    "keysift.select_prefill(scores, 5, four, four + 48, out)": "row_ends[3] is 51",
+    "keysift.select_decode(scores, 5, torch.tensor([50, 51]), 2, out)": "seq_lens[1] is 51",
+    "keysift.select_decode(scores, 5, torch.tensor([[1, 2], [3, 51]]), 2, out)": "seq_lens[1, 1] is 51",
     "keysift.select(scores, 5, page_table=table, page_size=8, page_rows=four + 2, out=out)": "page_rows[2] is 4",
-    "keysift.select(scores, 5, page_table=hole, page_size=8, out=out)": "page_table[3] is -5",
+    "keysift.select(scores, 5, page_table=hole, page_size=8, out=out)": "page_table[3, 1] is -5",
+    "keysift.select(scores, 5, page_table=table + 2**28, page_size=8, out=out)": "page_table[0, 0] is 268435456",
 }
 
 #: One process for all of them, since the variable is read once; prints what each call raises and whether it wrote.
@@ -317,6 +322,7 @@ keysift.select(scores, 5, start=four, end=four + 46)
 keysift.select_decode(scores, 5, torch.tensor([50, 1]), 2)
 table[:, 2:] = -1
 keysift.select(scores, 5, end=four + 13, page_table=table, page_size=8, page_rows=3 - four)
+keysift.select(scores, 5, end=four * 0, page_table=table[:, :0], page_size=8)
 print("right values pass")
 """
 
@@ -329,3 +335,31 @@ def test_keysift_check_names_the_first_bad_row():
     for words, line in zip(CHECKED.values(), refused, strict=True):
         assert words in line
         assert line.endswith("| written: False")
+
+
+class Log(TorchDispatchMode):
+    """The operators that a dispatch mode sees."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def test_whoever_watches_sees_the_operator():
+    """A call that nobody watches does not go through torch's dispatcher; modes, profilers and fakes find it there."""
+    scores = torch.randn(2, 50)
+    with Log() as log:
+        watched = keysift.select(scores, 3, sorted=True)
+    assert "keysift.select.default" in log.names
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        profiled = keysift.select(scores, 3, sorted=True)
+    assert "keysift::select" in {event.name for event in profile.events()}
+    with FakeTensorMode() as mode:
+        fake = keysift.select(mode.from_tensor(scores), 3, sorted=True)
+    assert type(fake).__name__ == "FakeTensor"
+    for found in (watched, profiled, keysift.select(torch.nn.Parameter(scores), 3, sorted=True)):
+        assert torch.equal(found, keysift.select(scores, 3, sorted=True))

@@ -131,6 +131,7 @@ def select(
     start, end  [R] int32 or int64: the row selects from columns [start, end); clamped; default [0, N)
     out         what the call returns, allocated by the caller: int32 [>= R, k], or a tuple in the order of the return
     sorted      ascending columns instead of any order; the selected ones come first in both cases
+    return_values, return_counts  return the selected scores too, and how many there are, as below
     index_base  "window": column - start; "column": the column itself
     page_table  [T, P] int32 or int64 page ids: the result is slots, `page * page_size + offset`, where the page and the
                 offset are those of position `column - start`. Columns beyond P pages are not eligible; a negative page
@@ -158,6 +159,8 @@ def select(
     checks.check_scores(scores, k)
     rows = scores.shape[0]
     checks.check_windows(scores, rows, "start", start, "end", end)
+    if _checks_values():
+        checks.check_window_values(scores, "start", start, "end", end)
     return _run(
         scores, k, start, end, 1, sorted, index_base, page_table, page_size, page_rows,
         out, return_values, return_counts, workspace, kernel,
@@ -190,6 +193,8 @@ def select_prefill(
     """
     checks.check_scores(scores, k)
     checks.check_windows(scores, scores.shape[0], "row_starts", row_starts, "row_ends", row_ends)
+    if _checks_values():
+        checks.check_window_values(scores, "row_starts", row_starts, "row_ends", row_ends)
     indices = _run(
         scores, k, row_starts, row_ends, 1, False, "window", None, None, None,
         out, False, False, workspace, kernel,
@@ -227,6 +232,8 @@ def select_decode(
     """
     checks.check_scores(scores, k)
     ends = checks.check_seq_lens(scores, seq_lens, next_n)
+    if _checks_values():
+        checks.check_length_values(scores, seq_lens, next_n)
     # 2-D lengths are one explicit end per row, which is what next_n = 1 means.
     indices = _run(
         scores, k, None, ends, next_n if seq_lens.ndim == 1 else 1, False, "window", None, None, None,
@@ -255,6 +262,11 @@ def _problem(scores: torch.Tensor, k: int) -> Problem:
     return Problem(dispatch.device_of(scores.device), scores.dtype, rows, columns, k, stride)
 
 
+def _checks_values() -> bool:
+    """With KEYSIFT_CHECK=1, but not in a trace, which has no values."""
+    return dispatch.CHECK_VALUES and not torch.compiler.is_compiling()
+
+
 def _run(
     scores: torch.Tensor,
     k: int,
@@ -277,18 +289,19 @@ def _run(
     checks.check_index_base(scores, index_base, page_table, page_size, page_rows)
     indices, values, counts = checks.check_out(scores, k, out, return_values, return_counts)
     checks.check_workspace(scores, workspace)
-    if dispatch.CHECK_VALUES and not torch.compiler.is_compiling():
-        checks.check_values(scores, start, end, next_n, page_table, page_size or 0, page_rows)
+    if page_table is not None and _checks_values():
+        checks.check_page_values(scores, start, end, page_table, page_size or 1, page_rows)
     if indices is None:
         indices = scores.new_empty((rows, k), dtype=torch.int32)
         values = scores.new_empty((rows, k)) if return_values else None
         counts = scores.new_empty((rows,), dtype=torch.int32) if return_counts else None
-    _OPERATOR(
+    select = _OPERATOR if dispatch.is_watched(scores) else _select
+    select(
         scores, k, start, end, next_n, page_table, page_rows, page_size or 0, index_base, sorted,
         indices, values, counts, workspace, kernel,
     )  # fmt: skip
     if values is None and counts is None:
-        return _first_rows(indices, rows)
+        return indices if out is None else _first_rows(indices, rows)
     return tuple(_first_rows(tensor, rows) for tensor in (indices, values, counts) if tensor is not None)
 
 
@@ -326,9 +339,7 @@ def _select(
         if counts is not None:
             counts[:rows].zero_()
         return
-    if workspace is None:
-        workspace = scores.new_empty(size, dtype=torch.uint8)
-    elif workspace.numel() < size:
+    if workspace is not None and workspace.numel() < size:
         raise ValueError(f"workspace has {workspace.numel()} bytes; this call needs {size}")
     run(
         scores, k, start, end, next_n, page_table, page_rows, page_size, index_base, sorted,

@@ -109,28 +109,37 @@ def check_out(
     """`out` in the order of the return, taken apart into (indices, values, counts)."""
     if out is None:
         return None, None, None
+    if isinstance(out, torch.Tensor) and not (return_values or return_counts):
+        _check_result(scores, "out", out, torch.int32, k)
+        return out, None, None
     names = ["indices", *(["values"] if return_values else []), *(["counts"] if return_counts else [])]
     given = out if isinstance(out, tuple) else (out,)
     if len(given) != len(names):
         raise ValueError(f"out holds {len(given)} tensors; this call returns ({', '.join(names)})")
-    rows = scores.shape[0]
     found: dict[str, torch.Tensor] = {}
     for name, tensor in zip(names, given, strict=True):
         label = "out" if len(names) == 1 else f"out ({name})"
-        dtype = scores.dtype if name == "values" else torch.int32
-        shape = (k,) if name != "counts" else ()
-        if not isinstance(tensor, torch.Tensor):
-            raise TypeError(f"{label} is {type(tensor).__name__}; it must be a torch.Tensor")
-        if tensor.dtype != dtype:
-            raise TypeError(f"{label} is {tensor.dtype}; it must be {dtype}")
-        _check_device(scores, label, tensor)
-        if tensor.ndim != 1 + len(shape) or tensor.shape[0] < rows or tensor.shape[1:] != shape:
-            wanted = f"[at least {rows}, {k}]" if shape else f"[at least {rows}]"
-            raise ValueError(f"{label} has shape {list(tensor.shape)}; it must be {wanted}")
-        if shape and tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
-            raise ValueError(f"{label} has stride {tensor.stride(-1)} in its last dimension; it must be 1")
+        dtype, width = (scores.dtype if name == "values" else torch.int32), (None if name == "counts" else k)
+        _check_result(scores, label, tensor, dtype, width)
         found[name] = tensor
     return found["indices"], found.get("values"), found.get("counts")
+
+
+def _check_result(
+    scores: torch.Tensor, label: str, tensor: torch.Tensor, dtype: torch.dtype, width: int | None
+) -> None:
+    """A result of at least as many rows as `scores`, each of `width` adjacent numbers, or of one."""
+    rows, shape = scores.shape[0], () if width is None else (width,)
+    if not isinstance(tensor, torch.Tensor):
+        raise TypeError(f"{label} is {type(tensor).__name__}; it must be a torch.Tensor")
+    if tensor.dtype != dtype:
+        raise TypeError(f"{label} is {tensor.dtype}; it must be {dtype}")
+    _check_device(scores, label, tensor)
+    if tensor.ndim != 1 + len(shape) or tensor.shape[0] < rows or tensor.shape[1:] != shape:
+        wanted = f"[at least {rows}]" if width is None else f"[at least {rows}, {width}]"
+        raise ValueError(f"{label} has shape {list(tensor.shape)}; it must be {wanted}")
+    if shape and tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
+        raise ValueError(f"{label} has stride {tensor.stride(-1)} in its last dimension; it must be 1")
 
 
 def check_workspace(scores: torch.Tensor, workspace: torch.Tensor | None) -> None:
@@ -146,43 +155,57 @@ def check_workspace(scores: torch.Tensor, workspace: torch.Tensor | None) -> Non
     _check_device(scores, "workspace", workspace)
 
 
-def check_values(
+def check_window_values(
+    scores: torch.Tensor, start_name: str, start: torch.Tensor | None, end_name: str, end: torch.Tensor | None
+) -> None:
+    """KEYSIFT_CHECK=1: refuse windows that clamping would change. Synchronises."""
+    columns = scores.shape[1]
+    for name, bound in ((start_name, start), (end_name, end)):
+        if bound is not None:
+            _refuse_first(name, bound, (bound < 0) | (bound > columns), f"[0, {columns}]")
+    if start is not None and end is not None:
+        _refuse_first(end_name, end, end < start, f"{start_name} of its row or more")
+
+
+def check_length_values(scores: torch.Tensor, seq_lens: torch.Tensor, next_n: int) -> None:
+    """KEYSIFT_CHECK=1: refuse lengths that clamping would change. Synchronises."""
+    columns, least = scores.shape[1], next_n - 1 if seq_lens.ndim == 1 else 0
+    _refuse_first("seq_lens", seq_lens, (seq_lens < least) | (seq_lens > columns), f"[{least}, {columns}]")
+
+
+def check_page_values(
     scores: torch.Tensor,
     start: torch.Tensor | None,
     end: torch.Tensor | None,
-    next_n: int,
-    page_table: torch.Tensor | None,
+    page_table: torch.Tensor,
     page_size: int,
     page_rows: torch.Tensor | None,
 ) -> None:
-    """KEYSIFT_CHECK=1: refuse windows that clamping would change, and page ids that no page can have. Synchronises."""
-    columns = scores.shape[1]
-    for name, bound, least in (("start", start, 0), ("end or seq_lens", end, next_n - 1)):
-        if bound is not None:
-            _refuse_first(name, bound, (bound < least) | (bound > columns), f"[{least}, {columns}]")
-    if start is not None and end is not None:
-        _refuse_first("end", end, end < start, "the row's start or more")
-    if page_table is None:
-        return
+    """KEYSIFT_CHECK=1: refuse page ids, below a row's length, that no page has or whose slots no int32 holds, and
+    page_rows that the table lacks. Synchronises.
+    """
+    table_rows, pages = page_table.shape
     if page_rows is not None:
-        _refuse_first(
-            "page_rows", page_rows, (page_rows < 0) | (page_rows >= page_table.shape[0]), f"[0, {page_table.shape[0]})"
-        )
-        page_table = page_table[page_rows.long()]
-    rows, pages = page_table.shape
-    first = torch.zeros(rows, dtype=torch.int64, device=scores.device) if start is None else start.long()
-    last = torch.full((rows,), columns, device=scores.device) if end is None else end.long()
-    live = torch.arange(pages, device=scores.device)[None] * page_size < (last - first)[:, None]
-    bad = (live & (page_table < 0)).any(1)
-    _refuse_first("page_table", page_table.amin(1) if pages else first, bad, "0 or more below the row's length")
+        _refuse_first("page_rows", page_rows, (page_rows < 0) | (page_rows >= table_rows), f"[0, {table_rows})")
+    rows, columns = scores.shape
+    own = torch.arange(rows, device=scores.device) if page_rows is None else page_rows.long()
+    first = torch.zeros_like(own) if start is None else start.long()
+    last = torch.full_like(own, columns) if end is None else end.long()
+    largest = (2**31 - 1) // page_size  # page * page_size + offset is an int32
+    page = torch.arange(pages, device=scores.device)
+    reached = torch.zeros(table_rows, dtype=torch.int64, device=scores.device)
+    reached.scatter_reduce_(0, own, (last - first).clamp(min=0), "amax")
+    bad = (page * page_size < reached[:, None]) & ((page_table < 0) | (page_table >= largest))
+    _refuse_first("page_table", page_table, bad, f"[0, {largest}) below the length of a row that reads it")
 
 
 def _refuse_first(name: str, tensor: torch.Tensor, bad: torch.Tensor, accepted: str) -> None:
-    rows = bad.nonzero()
-    if rows.numel():
-        row = int(rows[0, 0])
+    places = bad.nonzero()
+    if places.numel():
+        place = tuple(int(index) for index in places[0])
+        rows = len(places[:, 0].unique())
         raise ValueError(
-            f"{name}[{row}] is {int(tensor[row])}; it may be {accepted} (the first of {len(rows)} bad rows)"
+            f"{name}{list(place)} is {int(tensor[place])}; it may be {accepted} (the first of {rows} bad rows)"
         )
 
 

@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from numba import cfunc, types
 
-from .kernel_cpu_code import BINS, work_16, work_32
+from .kernel_cpu_code import BINS, LINE, work_16, work_32
 
 #: Bit patterns of +inf.
 INFINITY = {torch.float32: 0x7F800000, torch.bfloat16: 0x7F80, torch.float16: 0x7C00}
@@ -37,8 +37,6 @@ SERIAL, ROW = 1 << 17, 1024
 PIECE = 1 << 17
 #: List entries beyond 2k: what the sample lets through above k, with room to spare.
 ROOM = 1024
-#: Bytes that a workspace is aligned to.
-LINE = 64
 
 _PROCESS = os.getpid()
 
@@ -57,20 +55,30 @@ def run(
     out: torch.Tensor,
     values: torch.Tensor | None,
     counts: torch.Tensor | None,
-    workspace: torch.Tensor,
+    workspace: torch.Tensor | None,
 ) -> None:
-    """Write `out` [R, k], `values` and `counts`, ascending whatever `sorted` is; all scratch is in `workspace`."""
+    """Write `out` [R, k], `values` and `counts`, ascending whatever `sorted` is; scratch is in `workspace`, if given.
+
+    Without it each thread allocates its own: an allocation by torch takes as long as selecting from a short row.
+    """
     rows, columns = scores.shape
     threads, parts, capacity = _plan(rows, columns, k)
-    slots = (workspace.numel() - LINE) // _slot(capacity)
-    if slots < (rows * parts if parts > 1 else 1):
-        raise ValueError(f"workspace has {workspace.numel()} bytes; it must have {workspace_size(rows, columns, k)}")
-    if parts == 1:
-        threads = min(threads, slots)
+    if workspace is None and parts > 1:
+        workspace = scores.new_empty(workspace_size(rows, columns, k), dtype=torch.uint8)
+    scratch = 0
+    if workspace is not None:
+        slots = (workspace.numel() - LINE) // _slot(capacity)
+        if slots < (rows * parts if parts > 1 else 1):
+            raise ValueError(
+                f"workspace has {workspace.numel()} bytes; it must have {workspace_size(rows, columns, k)}"
+            )
+        if parts == 1:
+            threads = min(threads, slots)
+        scratch = -(-workspace.data_ptr() // LINE) * LINE
     tasks, size = rows * parts, scores.element_size()
     pages, table_stride = (-1, 0) if page_table is None else (page_table.shape[1], page_table.stride(0))
     call = array("q", (
-        0, 0, tasks, max(1, tasks // (8 * threads)), parts, -(-workspace.data_ptr() // LINE) * LINE, capacity,
+        0, 0, tasks, max(1, tasks // (8 * threads)), parts, scratch, capacity,
         rows, columns, k, INFINITY[scores.dtype], size, scores.data_ptr(), scores.stride(0), next_n,
         index_base == "column", page_size, pages, table_stride,
         *_integers(start), *_integers(end), *_integers(page_table)[:2],

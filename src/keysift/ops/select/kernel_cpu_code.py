@@ -14,6 +14,8 @@ SHORT = 128
 CHUNK = 1 << 12
 #: Bins of the largest histogram: 8 KiB, a quarter of a first-level cache.
 BINS = 1 << 11
+#: Bytes that scratch is aligned to.
+LINE = 64
 
 #: A call as run() hands it over: int64 each, addresses and element strides, 0 for what is not given (pages: -1).
 FIELDS = (
@@ -41,24 +43,32 @@ def work_16(address):
 
 @_inner
 def _work(address, dtype):
-    """One thread takes tasks, rows or pieces of rows, until none is left. address: a CALL, then pieces done per row."""
+    """One thread takes tasks, rows or pieces of rows, until none is left. address: a CALL, then pieces done per row.
+
+    Without the caller's scratch, which pieces of a row would have to share, the thread takes its own.
+    """
     call = _array(address, 1, CALL)[0]
     worker = _fetch_add(address + 8, 1)
+    size = call.parts * 4 * (3 * call.capacity + BINS)
+    own = np.empty(0 if call.scratch else size + LINE, np.uint8)
+    mine = (np.int64(own.ctypes.data) + LINE - 1) // LINE * LINE
     while True:
         first = _fetch_add(address, call.chunk)
         if first >= call.tasks:
             return
         for task in range(first, min(first + call.chunk, call.tasks)):
             row = task // call.parts
-            _select(call, address, row, task % call.parts, worker if call.parts == 1 else row, dtype)
+            scratch = mine
+            if call.scratch:
+                scratch = call.scratch + (worker if call.parts == 1 else row) * size
+            _select(call, address, row, task % call.parts, scratch, dtype)
 
 
 @_inner
-def _select(call, address, row, piece, slot, dtype):
+def _select(call, address, row, piece, scratch, dtype):
     """Piece `piece` of row `row`, and the row's result if that was the last of its pieces."""
     k, parts, capacity, infinity = call.k, call.parts, call.capacity, np.uint32(call.infinity)
     ineligible, entries = np.uint32(2 * infinity), parts * capacity
-    scratch = call.scratch + slot * parts * 4 * (3 * capacity + BINS)
     histogram = _array(scratch + 12 * entries + 4 * BINS * piece, BINS, np.uint32)
     lists = _array(scratch, 3 * entries, np.uint32)
     columns, ranks, spare = lists[:entries], lists[entries : 2 * entries], lists[2 * entries :]

@@ -69,7 +69,7 @@ def run(
     out: torch.Tensor,
     values: torch.Tensor | None,
     counts: torch.Tensor | None,
-    workspace: torch.Tensor,
+    workspace: torch.Tensor | None,
 ) -> None:
     """Launch on the current stream; one kernel, no scratch in global memory."""
     device = device_of(scores.device)

@@ -92,11 +92,14 @@ def run(
     out: torch.Tensor,
     values: torch.Tensor | None,
     counts: torch.Tensor | None,
-    workspace: torch.Tensor,
+    workspace: torch.Tensor | None,
 ) -> None:
     """Launch on the current stream. Columns are always written in ascending order, so `sorted` asks nothing more."""
     rows, columns = scores.shape
-    p = plan(rows, columns, k, device_of(scores.device).processors)
+    processors = device_of(scores.device).processors
+    p = plan(rows, columns, k, processors)
+    if workspace is None:
+        workspace = scores.new_empty(workspace_size(rows, columns, k, processors), dtype=torch.uint8)
     limit = page_table.shape[1] * page_size if page_table is not None else 0
     windows = {"HAS_START": start is not None, "HAS_END": end is not None, "HAS_TABLE": page_table is not None}
     results = {

@@ -21,7 +21,7 @@ def run(
     out: torch.Tensor,
     values: torch.Tensor | None,
     counts: torch.Tensor | None,
-    workspace: torch.Tensor,
+    workspace: torch.Tensor | None,
 ) -> None:
     """Write `out` [R, k], `values` and `counts`, some rows at a time. Allocates; uses no workspace."""
     rows, columns = scores.shape
