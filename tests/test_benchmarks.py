@@ -113,6 +113,7 @@ def test_the_record_says_what_was_measured_where(tmp_path):
         (["--data", "odd", "--rows", "4", "--columns", "8"], "narrow"),
         (["--kernel", "nobody"], "reference"),
         (["--against", "missing.json"], "missing.json"),
+        (["--seconds", "0"], "seconds"),
     ],
 )
 def test_options_that_do_not_fit_exit_2(options, message):
@@ -132,6 +133,14 @@ def fabricated(us=10.0, chosen="cpu", floor_us=2.0, **facts):
     }
     made = record.new(CPU, "cold", commit="0" * 40)
     return {**made, "cases": {SMALL.name: entry}, **facts}
+
+
+def test_a_record_without_the_case_is_refused_before_anything_is_measured(tmp_path):
+    path = tmp_path / "then.json"
+    path.write_text(json.dumps(fabricated()))
+    result = bench("--rows", "3", "--columns", "77", "--against", str(path))
+    assert result.exit_code == 2
+    assert "decode-3x77" in result.output
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+import keysift
 from keysift import dispatch
 
 if TYPE_CHECKING:
@@ -24,6 +25,22 @@ app = typer.Typer(
 )
 explain = typer.Typer(no_args_is_help=True, help="Which kernel a call gets, why, and why not each other one.")
 app.add_typer(explain, name="explain")
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"keysift {keysift.__version__}, torch {torch.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _keysift(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and leave.")
+    ] = False,
+) -> None:
+    """Options of the command itself."""
+
 
 # `demo` and `bench` bring their own options: everything behind the verb is theirs, and they are imported when called.
 _VERBATIM = {"ignore_unknown_options": True, "allow_extra_args": True, "allow_interspersed_args": False}

@@ -1,11 +1,17 @@
 """`keysift bench`: times on this machine, each of a result that was checked in the same run."""
 
 import pathlib
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
-app = typer.Typer(help="Time keysift on this machine; a result that is not right gets no time.", no_args_is_help=True)
+app = typer.Typer(
+    help="Time keysift on this machine; a result that is not right gets no time.",
+    no_args_is_help=True,
+    add_completion=False,
+)
+
+Data = Literal["normal", "relu", "equal", "narrow", "sorted", "heavy", "nan1"]
 
 
 @app.callback()
@@ -18,18 +24,24 @@ def select(
     rows: Annotated[int | None, typer.Option(help="Score rows; with --columns: one case instead of a set.")] = None,
     columns: Annotated[int | None, typer.Option(help="Columns of the scores.")] = None,
     k: Annotated[int, typer.Option(help="Keys selected per row.")] = 2048,
-    data: Annotated[str, typer.Option(help="normal, relu, equal, narrow, sorted, heavy or nan1.")] = "normal",
-    dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "float32",
-    phase: Annotated[str, typer.Option(help="decode: whole rows; prefill: causal windows.")] = "decode",
+    data: Annotated[Data, typer.Option(help="What the scores are like.")] = "normal",
+    dtype: Annotated[Literal["float32", "bfloat16", "float16"], typer.Option(help="Of the scores.")] = "float32",
+    phase: Annotated[
+        Literal["decode", "prefill"], typer.Option(help="decode: whole rows; prefill: causal windows.")
+    ] = "decode",
     kernel: Annotated[
         list[str] | None, typer.Option(help="A kernel by name; may be repeated. Default: the chosen one.")
     ] = None,
     cases: Annotated[
-        str, typer.Option("--set", help="default, all (118 cases with recorded peers), goals or cpu.")
+        Literal["default", "all", "goals", "cpu"],
+        typer.Option("--set", help="Which cases; all: the 118 with recorded peers."),
     ] = "default",
-    mode: Annotated[str, typer.Option(help="cold: inputs rotate; warm: one input; producer: after a copy.")] = "cold",
-    device: Annotated[str | None, typer.Option(help="cpu or cuda; default: cuda where there is one.")] = None,
-    seconds: Annotated[float, typer.Option(help="Measuring time per case, about.")] = 1.5,
+    mode: Annotated[
+        Literal["cold", "warm", "producer"],
+        typer.Option(help="cold: inputs rotate; warm: one input; producer: after a copy."),
+    ] = "cold",
+    device: Annotated[Literal["cpu", "cuda"] | None, typer.Option(help="Default: cuda where there is one.")] = None,
+    seconds: Annotated[float, typer.Option(min=0.01, help="Measuring time per case, about.")] = 1.5,
     json: Annotated[pathlib.Path | None, typer.Option(help="Write the record here, case by case.")] = None,
     against: Annotated[
         pathlib.Path | None, typer.Option(help="Exit 1 where this run lost against that record; runs its cases.")

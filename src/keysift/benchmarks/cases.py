@@ -10,7 +10,6 @@ import torch
 from keysift.testing import inputs
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-PHASES = ("decode", "prefill")
 #: Names of the data, and what the conformance kit calls those that it makes too.
 DATA = {
     "normal": "normal",

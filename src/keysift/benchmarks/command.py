@@ -11,8 +11,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from keysift.benchmarks import bench_select as bench
 from keysift.benchmarks import record as records
-from keysift.benchmarks.cases import DATA, DTYPES, PHASES, SETS, Case, case_set
-from keysift.benchmarks.harness import MODES
+from keysift.benchmarks.cases import Case, case_set
 from keysift.benchmarks.report import table
 from keysift.ops.select.api import KERNELS
 
@@ -36,13 +35,14 @@ def bench_select(
 ) -> None:
     """Exits 1 where a kernel of ours gave a wrong result, or lost against the record; 2 for options that do not fit."""
     device = _device(device_name, set_name)
-    _one_of("--mode", mode, MODES)
     for name in kernels:
         _one_of("--kernel", name, [kernel.name for kernel in KERNELS])
     if against is not None and kernels:
         raise typer.BadParameter("--against compares the kernel that is chosen; leave --kernel out")
     then = None if against is None else _read(against)
     cases = _cases(shape, set_name, device, then)
+    if then is not None and not {case.name for case in cases} & set(then["cases"]):
+        raise typer.BadParameter(f"--against: {against} has none of the {len(cases)} cases, {cases[0].name} first")
 
     record = records.new(device, mode, commit)
     # A table that is written to a file is as wide as it needs to be.
@@ -95,9 +95,6 @@ def _lost(now: records.Record, then: records.Record, margin: float, console: Con
 
 def _cases(shape: Shape, set_name: str, device: torch.device, then: records.Record | None) -> list[Case]:
     rows, columns, k, data, dtype, phase = shape
-    _one_of("--data", data, DATA)
-    _one_of("--dtype", dtype, DTYPES)
-    _one_of("--phase", phase, PHASES)
     if (rows is None) != (columns is None):
         raise typer.BadParameter("--rows and --columns go together")
     if rows is not None and columns is not None:
@@ -107,14 +104,12 @@ def _cases(shape: Shape, set_name: str, device: torch.device, then: records.Reco
     if then is not None and set_name == "default":
         names = [field.name for field in fields(Case)]
         return [Case(**{name: entry[name] for name in names}) for entry in then["cases"].values()]
-    _one_of("--set", set_name, SETS)
     return case_set(set_name, device)
 
 
 def _device(name: str | None, set_name: str) -> torch.device:
     if name is None:
         name = "cuda" if torch.cuda.is_available() and set_name != "cpu" else "cpu"
-    _one_of("--device", name, MARGINS)
     if name == "cpu":
         return torch.device("cpu")
     if not torch.cuda.is_available():
@@ -125,7 +120,9 @@ def _device(name: str | None, set_name: str) -> torch.device:
 def _read(path: pathlib.Path) -> records.Record:
     try:
         return records.read(path)
-    except (OSError, ValueError) as error:
+    except OSError as error:
+        raise typer.BadParameter(f"--against: {path} cannot be read: {error.strerror}") from error
+    except ValueError as error:
         raise typer.BadParameter(f"--against: {error}") from error
 
 
