@@ -64,6 +64,7 @@ def draw(record: Record, out: pathlib.Path, k: int) -> None:
     import matplotlib as mpl
 
     mpl.use("Agg")
+    mpl.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "keysift"})  # small, and the same every time
     from matplotlib import pyplot as plt
     from matplotlib import ticker
 
@@ -100,7 +101,7 @@ def draw(record: Record, out: pathlib.Path, k: int) -> None:
     figure.legend(handles.values(), handles, loc="lower center", ncols=len(handles), frameon=False)
     figure.suptitle(f"select, k = {k}, {record['mode']}, {record['device']}, {record['date']}")
     figure.tight_layout(rect=(0, 0.06, 1, 0.98))
-    figure.savefig(out)
+    figure.savefig(out, metadata={"Date": None} if out.suffix == ".svg" else None)
     plt.close(figure)
 
 
@@ -127,6 +128,11 @@ def _lines(
             {"color": "tab:blue", "marker": "o", "linewidth": 2},
         ),
     ]
+    chosen = {entry["chosen"] for entry in entries}
+    for name in sorted({name for entry in entries for name in entry["kernels"]} - chosen):
+        times = [entry["kernels"].get(name, {}) for entry in entries]
+        points = [t["us"] / e["floor"]["us"] if t.get("checked") else nan for t, e in zip(times, entries, strict=True)]
+        lines.append((f"keysift, {name}", points, {"color": "tab:cyan", "marker": ".", "linewidth": 1}))
     if peers:
         lines += [
             ("best recorded peer", recorded("best_us"), {"color": "0.55", "marker": "."}),
