@@ -1,4 +1,5 @@
-// select on NVIDIA: one CTA, or one cluster of CTAs, per row. Compiled at run time by NVRTC for the chip at hand.
+// select on NVIDIA, long rows: one CTA, or one cluster of CTAs, per row. Compiled at run time by NVRTC for the chip at hand,
+// behind kernel_cuda_parts.cuh.
 //
 // 1. A sample of 8 values a thread, whole 16-byte granules spread over the row with jitter, gives a cut: the value that a
 //    little more than k of the row should reach (mean + 4.5 standard deviations of the sample's rank).
@@ -13,202 +14,10 @@
 //    in the end searches the row in memory by counting: slower, never different.
 // Cost: each score is read once, at about 8 instructions an element; a dozen barriers of the CTA, two of the cluster.
 
-#define FULL 0xffffffffu
-typedef long long i64;
-typedef unsigned int u32;
-
-constexpr int LOWEST = -2139095041;   // the ordered key of -inf; what is not eligible has it
-constexpr int HIGHEST = 2139095040;   // the ordered key of +inf
-constexpr int WARPS = THREADS / 32;
-constexpr int LIST = 32 * SLOTS;      // survivors that one warp holds
+constexpr int LIST = 32 * SLOTS;     // survivors that one warp holds
 constexpr int CAPACITY = WARPS * LIST;
-constexpr int SAMPLES = 8;            // values a thread
-constexpr int BITS = 11, BINS = 1 << BITS;
-
-// DTYPE 0: float32, 1: bfloat16, 2: float16
-#if DTYPE == 0
-typedef float Raw;
-#else
-typedef unsigned short Raw;
-#endif
-constexpr int PER = 16 / sizeof(Raw);      // values in a granule
-constexpr int GRANULES = 16 / PER;         // granules a lane reads at a time: 16 values
-
-__device__ __forceinline__ float widen(Raw raw) {
-#if DTYPE == 0
-  return raw;
-#elif DTYPE == 1
-  return __uint_as_float((u32)raw << 16);
-#else
-  float wide;
-  asm("cvt.f32.f16 %0, %1;" : "=f"(wide) : "h"(raw));
-  return wide;
-#endif
-}
-
-__device__ __forceinline__ int ordered(float x) {  // an int whose order is the float's; NaN is not eligible; -0.0 is 0.0
-  int bits = __float_as_int(x);
-  int key = bits ^ ((bits >> 31) & 0x7fffffff);
-  key = key == -1 ? 0 : key;
-  return x > -__int_as_float(0x7f800000) ? key : LOWEST;
-}
-
-__device__ __forceinline__ float from_key(int key) { return __int_as_float(key ^ ((key >> 31) & 0x7fffffff)); }
-
-__device__ __forceinline__ void unpack(const uint4& granule, float (&x)[PER]) {
-#if DTYPE == 0
-  x[0] = __uint_as_float(granule.x); x[1] = __uint_as_float(granule.y);
-  x[2] = __uint_as_float(granule.z); x[3] = __uint_as_float(granule.w);
-#else
-  u32 words[4] = {granule.x, granule.y, granule.z, granule.w};
-#pragma unroll
-  for (int i = 0; i < 4; i++) {
-    x[2 * i] = widen((Raw)(words[i] & 0xffff));
-    x[2 * i + 1] = widen((Raw)(words[i] >> 16));
-  }
-#endif
-}
-
-struct Arguments {
-  const Raw* scores; i64 stride_scores, columns;
-  const void* start; i64 stride_start, start_is_long;
-  const void* end; i64 stride_end, end_is_long, next_n;
-  const void* table; i64 stride_table, table_is_long, pages, page_size;  // pages < 0: no table; a table may have none
-  const void* page_rows; i64 stride_page_rows, page_rows_is_long;
-  int* out; i64 stride_out;
-  Raw* values; i64 stride_values;
-  int* counts; i64 stride_counts;
-  i64 k, absolute, sorted;
-};
-
-struct Row {
-  const Raw* scores; int lower, upper;
-  // The granules wholly inside the window: `granules` of them from column `first` on. Single columns lie on both sides.
-  int first, granules;
-};
-
-struct Shared {
-  int partial[2][WARPS];
-  int count[WARPS];        // survivors in each warp's list; may exceed LIST, then the rest is lost
-  int total[2][WARPS];
-  int most[WARPS], least[WARPS];
-  int bin, before, inside; // where the k-th key lies
-  int few_count, few[32];
-  int histogram[BINS];
-};
-
-__device__ __forceinline__ i64 integer(const void* pointer, i64 index, i64 is_long) {
-  return is_long ? ((const i64*)pointer)[index] : (i64)((const int*)pointer)[index];
-}
-
-__device__ __forceinline__ Row row_of(const Arguments& a, i64 row) {
-  i64 lower = 0, upper = a.columns;
-  if (a.start) lower = min(max(integer(a.start, row * a.stride_start, a.start_is_long), 0ll), a.columns);
-  if (a.end) {
-    i64 last = max(integer(a.end, row / a.next_n * a.stride_end, a.end_is_long), -(1ll << 40));
-    upper = min(max(last - a.next_n + row % a.next_n + 1, lower), a.columns);
-  }
-  if (a.pages >= 0) upper = min(upper, lower + a.pages * a.page_size);
-  Row r;
-  r.scores = a.scores + row * a.stride_scores;
-  r.lower = (int)lower;
-  r.upper = (int)upper;
-  int skew = (int)(((size_t)(r.scores + lower) & 15) / sizeof(Raw));  // columns since the last 16-byte boundary
-  r.first = min(r.lower + (skew ? PER - skew : 0), r.upper);
-  r.granules = (r.upper - r.first) / PER;
-  return r;
-}
-
-__device__ __forceinline__ int warp_sum(int x) { return __reduce_add_sync(FULL, x); }
-
-// Sum over the CTA, known to every thread; one barrier. `turn` alternates the scratch.
-__device__ __forceinline__ int block_sum(int x, Shared& s, int& turn) {
-  int sum = warp_sum(x);
-  if ((threadIdx.x & 31) == 0) s.partial[turn][threadIdx.x >> 5] = sum;
-  __syncthreads();
-  int lane = threadIdx.x & 31;
-  sum = warp_sum(lane < WARPS ? s.partial[turn][lane] : 0);
-  turn ^= 1;
-  return sum;
-}
-
-// The greatest key of the CTA, and the least of those that are eligible (or INT_MAX).
-__device__ __forceinline__ void block_range(int& most, int& least, Shared& s) {
-  int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
-  most = __reduce_max_sync(FULL, most);
-  least = __reduce_min_sync(FULL, least);
-  if (lane == 0) { s.most[warp] = most; s.least[warp] = least; }
-  __syncthreads();
-  most = __reduce_max_sync(FULL, s.most[lane % WARPS]);
-  least = __reduce_min_sync(FULL, s.least[lane % WARPS]);
-}
-
-struct Threshold { int key, need; };  // all above the key are chosen, and `need` of those that equal it
-
-// The k-th greatest of the CTA's keys, N a thread, of which count_low >= k lie in (low, high] and the others do not matter.
-// Stops where at most k + slack keys exceed a bin's lower end: then nothing equal to the threshold is needed.
-template <int N>
-__device__ __forceinline__ Threshold threshold(const int (&key)[N], int k, int slack, int low, int high, int count_low, Shared& s) {
-  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
-  constexpr int EACH = BINS / THREADS;
-  int above = 0;  // keys beyond `high`
-  while (true) {
-    if (count_low <= k + slack) return {low, 0};
-    u32 width = (u32)high - (u32)low;  // keys low + 1 .. high
-    if (width == 1) return {high, k - above};
-    int shift = max(0, 32 - __clz((int)(width - 1)) - BITS);
-#pragma unroll
-    for (int i = 0; i < EACH; i++) s.histogram[threadIdx.x + i * THREADS] = 0;
-    if (threadIdx.x == 0) s.few_count = 0;
-    __syncthreads();
-#pragma unroll
-    for (int i = 0; i < N; i++)
-      if (key[i] > low && key[i] <= high) atomicAdd(&s.histogram[((u32)key[i] - (u32)low - 1) >> shift], 1);
-    __syncthreads();
-    int count[EACH], mine = 0;  // the bins of a thread, top first
-#pragma unroll
-    for (int i = 0; i < EACH; i++) { count[i] = s.histogram[BINS - 1 - threadIdx.x * EACH - i]; mine += count[i]; }
-    int end = mine;
-#pragma unroll
-    for (int step = 1; step < 32; step *= 2) {
-      int other = __shfl_up_sync(FULL, end, step);
-      if (lane >= step) end += other;
-    }
-    if (lane == 31) s.partial[0][warp] = end;
-    __syncthreads();
-    int before = above + end - mine + warp_sum(lane < warp ? s.partial[0][lane % WARPS] : 0);
-#pragma unroll
-    for (int i = 0; i < EACH; i++) {
-      if (before < k && before + count[i] >= k) {
-        s.bin = BINS - 1 - threadIdx.x * EACH - i;
-        s.before = before;
-        s.inside = count[i];
-      }
-      before += count[i];
-    }
-    __syncthreads();
-    int inside = s.inside;
-    above = s.before;
-    count_low = above + inside;
-    low += (int)((u32)s.bin << shift);
-    high = (u32)high - (u32)low > (1u << shift) ? low + (int)(1u << shift) : high;
-    if (inside <= 32 && count_low > k + slack && shift > 0) {  // rank the few directly
-#pragma unroll
-      for (int i = 0; i < N; i++)
-        if (key[i] > low && key[i] <= high) s.few[atomicAdd(&s.few_count, 1)] = key[i];
-      __syncthreads();
-      int one = s.few[lane], greater = 0, equal = 0, need = k - above;
-      for (int i = 0; i < inside; i++) {
-        int other = __shfl_sync(FULL, one, i);
-        greater += other > one;
-        equal += other == one;
-      }
-      int owner = __ffs(__ballot_sync(FULL, lane < inside && greater < need && need <= greater + equal)) - 1;
-      __syncthreads();
-      return {__shfl_sync(FULL, one, owner), need - __shfl_sync(FULL, greater, owner)};
-    }
-  }
-}
+constexpr int SAMPLES = 8;           // values a thread
+constexpr int GRANULES = 16 / PER;   // granules a lane reads at a time: 16 values
 
 // Brackets of the search in memory: count(low) >= k > count(high), where count(t) is how many keys exceed t.
 struct Bracket {
@@ -262,7 +71,7 @@ __device__ __forceinline__ int sample_cut(const Row& r, int k, int more, Shared&
   float mean = (float)k * (EACH * PER * THREADS) / (float)(r.upper - r.lower);
   int rank = (int)(mean + 4.5f * sqrtf(mean) + 4.f) << more;
   if (eligible <= rank) return LOWEST + 1;
-  Threshold t = threshold(key, rank, rank / 32, least - 1, most, eligible, s);
+  Threshold t = threshold<EACH * PER>([&](int i) { return key[i]; }, rank, rank / 32, least - 1, most, eligible, s);
   return t.need ? t.key : t.key + 1;
 }
 
@@ -335,18 +144,7 @@ __device__ __forceinline__ void filter(const Row& r, int cut_key, int mine, int 
 // Ask for this warp's first eight chunks, so that they are on their way while the sample is read.
 __device__ __forceinline__ void prefetch(const Row& r, int mine, int all) {
   int lane = threadIdx.x & 31, granule = (mine + lane / 4 * all) * 32 + lane % 4 * 8;
-  if (granule < r.granules) asm volatile("prefetch.global.L2 [%0];" ::"l"((const uint4*)(r.scores + r.first) + granule));
-}
-
-__device__ __forceinline__ void write_one(const Arguments& a, const Row& r, i64 row, int place, int column) {
-  i64 index = a.absolute ? column : column - r.lower;
-  if (a.pages >= 0) {
-    i64 table_row = a.page_rows ? integer(a.page_rows, row * a.stride_page_rows, a.page_rows_is_long) : row;
-    i64 page = integer(a.table, table_row * a.stride_table + index / a.page_size, a.table_is_long);
-    index = page < 0 ? -1 : page * a.page_size + index % a.page_size;
-  }
-  a.out[row * a.stride_out + place] = (int)index;
-  if (a.values) a.values[row * a.stride_values + place] = index < 0 ? (Raw)MINUS_INFINITY : r.scores[column];
+  if (granule < r.granules) prefetch_line((const uint4*)(r.scores + r.first) + granule);
 }
 
 // Two counts over the whole row, in memory.
@@ -359,51 +157,6 @@ __device__ __forceinline__ void count_row(const Row& r, int a, int b, int& above
   }
   above_a = block_sum(count_a, s, turn);
   above_b = block_sum(count_b, s, turn);
-}
-
-// Write the chosen in ascending order of columns, reading the row again; returns how many.
-__device__ __forceinline__ int write_ascending(const Arguments& a, const Row& r, i64 row, Threshold t, Shared& s) {
-  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
-  constexpr int EACH = 8;
-  int base = 0, ties = 0;
-  for (int first = r.lower; first < r.upper && base < a.k; first += THREADS * EACH) {
-    int begin = first + threadIdx.x * EACH, key[EACH], both = 0;  // two counts in one sum: above, equal
-#pragma unroll
-    for (int i = 0; i < EACH; i++) key[i] = begin + i < r.upper ? ordered(widen(r.scores[begin + i])) : LOWEST;
-#pragma unroll
-    for (int i = 0; i < EACH; i++) both += (key[i] > t.key ? 1 : 0) + (key[i] == t.key && t.need ? 65536 : 0);
-    int end = both;
-#pragma unroll
-    for (int step = 1; step < 32; step *= 2) {
-      int other = __shfl_up_sync(FULL, end, step);
-      if (lane >= step) end += other;
-    }
-    __syncthreads();
-    if (lane == 31) s.total[0][warp] = end;
-    __syncthreads();
-    int others = lane < WARPS ? s.total[0][lane] : 0;
-    int before = warp_sum(lane < warp ? others : 0) + end - both, all = warp_sum(others);
-    int rank = ties + (before >> 16);  // among the equals
-    int place = base + (before & 65535) + min(rank, t.need) - min(ties, t.need);
-#pragma unroll
-    for (int i = 0; i < EACH; i++) {
-      bool equal = key[i] == t.key && t.need;
-      if (key[i] > t.key || (equal && rank < t.need)) write_one(a, r, row, place++, begin + i);
-      rank += equal;
-    }
-    int seen = ties + (all >> 16);
-    base += (all & 65535) + min(seen, t.need) - min(ties, t.need);
-    ties = seen;
-  }
-  return base;
-}
-
-__device__ __forceinline__ void close_row(const Arguments& a, i64 row, int chosen) {
-  for (int place = chosen + threadIdx.x; place < a.k; place += THREADS) {
-    a.out[row * a.stride_out + place] = -1;
-    if (a.values) a.values[row * a.stride_values + place] = (Raw)MINUS_INFINITY;
-  }
-  if (a.counts && threadIdx.x == 0) a.counts[row * a.stride_counts] = chosen;
 }
 
 // Write the chosen from the lists in registers, in list order; returns how many.
@@ -426,7 +179,7 @@ __device__ __forceinline__ int write_lists(const Arguments& a, const Row& r, i64
         least = equal ? min(least, column_key[i]) : least;
       }
       block_range(most, least, s);
-      Threshold first = threshold(column_key, t.need, 0, least - 1, most, equals, s);
+      Threshold first = threshold<SLOTS>([&](int i) { return column_key[i]; }, t.need, 0, least - 1, most, equals, s);
       last_column = ~(first.key + (first.need ? 0 : 1));
     }
   }
@@ -511,7 +264,7 @@ __device__ __forceinline__ void gather(int ctas, float* list, int* list_column, 
 #endif
 
 extern "C" __global__ void __launch_bounds__(THREADS) select_kernel(const __grid_constant__ Arguments a) {
-  extern __shared__ char memory[];
+  DYNAMIC_SHARED(memory);
   __shared__ Shared s;
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
   float* list = (float*)memory + warp * LIST;
@@ -575,7 +328,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) select_kernel(const __grid
     }
     if (survivors > k) {
       block_range(most, least, s);
-      t = threshold(key, k, 0, least - 1, most, survivors, s);
+      t = threshold<SLOTS>([&](int i) { return key[i]; }, k, 0, least - 1, most, survivors, s);
     }
     if (!a.sorted) {
       close_row(a, row, write_lists(a, r, row, key, t, list_column, kept, s, turn));

@@ -1,11 +1,11 @@
-"""select in CUDA C++: plan, compile and launch; kernel_cuda.cu has the algorithm."""
+"""select in CUDA C++: plan, compile and launch; the algorithms stand in kernel_cuda.cu and kernel_cuda_whole.cu."""
 
 import ctypes
 import functools
 import struct
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from cuda.bindings import driver
@@ -14,45 +14,69 @@ from cuda.core.utils import FileStreamProgramCache
 
 from keysift.dispatch import device_of
 
-_SOURCE = Path(__file__).with_suffix(".cu")
+_FOLDER = Path(__file__).parent
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _MINUS_INFINITY = {torch.float32: "-__int_as_float(0x7f800000)", torch.bfloat16: "0xff80", torch.float16: "0xfc00"}
 #: struct Arguments of the kernel: 27 fields of eight bytes.
 _ARGUMENTS = struct.Struct("27q")
 
 
+class Variant(NamedTuple):
+    """What is compiled apart."""
+
+    whole: bool  # kernel_cuda_whole.cu: a row's values stay in registers; kernel_cuda.cu: what reaches a cut, in lists
+    threads: int
+    slots: int  # values, or survivors of the cut, that a thread holds
+
+    @property
+    def source(self) -> str:
+        """The program, behind what both share."""
+        name = "kernel_cuda_whole.cu" if self.whole else "kernel_cuda.cu"
+        return "\n".join((_FOLDER / part).read_text() for part in ("kernel_cuda_parts.cuh", name))
+
+    @property
+    def most_shared_memory(self) -> int:
+        """Bytes beside the kernel's own: a column per value, and in lists the value too."""
+        return (4 if self.whole else 8) * self.threads * self.slots
+
+
 @dataclass(frozen=True, slots=True)
 class Plan:
     """How a problem is launched, from its shape alone."""
 
+    variant: Variant
     ctas: int  # per row; more than one: a cluster
-    threads: int
-    slots: int  # survivors of the cut that a thread holds
-
-    @property
-    def shared_memory(self) -> int:
-        """Bytes: a value and a column per survivor."""
-        return 8 * self.threads * self.slots
+    shared_memory: int  # bytes beside the kernel's own
 
 
-#: Threads that a row's lists are spread over, and survivors a thread, where rows are many or few.
-MANY, FEW, LONG = (256, 16), (512, 8), (512, 16)
+#: Rows that registers hold: the first that is wide enough, for fewer rows than processors and for more. Fewer
+#: threads wait less for each other and leave more CTAs resident; more of them read a single row sooner.
+WHOLE_FEW = (Variant(True, 256, 8), Variant(True, 512, 8), Variant(True, 512, 16), Variant(True, 1024, 16))
+WHOLE_MANY = (Variant(True, 256, 8), Variant(True, 256, 16), Variant(True, 256, 32), Variant(True, 512, 32))
+#: Longer rows: where rows are many or few, and beyond 32768 columns or for a large k.
+MANY, FEW, LONG = Variant(False, 256, 16), Variant(False, 512, 8), Variant(False, 512, 16)
+#: Columns up to which rows stay in registers: none, until a measurement on a chip says where that is faster.
+WHOLE = 0
 
 
 def plan(rows: int, columns: int, k: int, processors: int, arch: str) -> Plan:
-    """Clusters while rows leave processors idle; lists as long as the survivors of a cut need.
+    """Whole rows in registers, or lists of survivors: clusters while rows leave processors idle, lists as long as the
+    survivors of a cut need.
 
-    Thresholds: measured on an H200, see docs/select.md.
+    Thresholds of the lists: measured on an H200, see docs/select.md.
     """
+    if columns <= WHOLE:
+        for variant in WHOLE_MANY if rows >= processors else WHOLE_FEW:
+            if columns <= variant.threads * variant.slots:
+                return Plan(variant, 1, 4 * min(k, columns))
     ctas = 1
-    if int(arch.removeprefix("sm_")) >= 90 and columns > 8192:
+    if int(arch.removeprefix("sm_")) >= 90:
         while ctas < 16 and columns // (ctas * 2) >= 4096:
             if rows * ctas * 2 > (processors if ctas == 1 and columns > 32768 else processors // 2):
                 break
             ctas *= 2
-    if k > 2600 or columns > 32768:
-        return Plan(ctas, *LONG)
-    return Plan(ctas, *(MANY if rows >= processors else FEW))
+    variant = LONG if k > 2600 or columns > 32768 else MANY if rows >= processors else FEW
+    return Plan(variant, ctas, variant.most_shared_memory)
 
 
 def run(
@@ -77,8 +101,32 @@ def run(
     shape = plan(rows, columns, k, device.processors, device.arch)
     stream = torch.cuda.current_stream(scores.device).cuda_stream
     config, kernel = _launch(scores.device.index, device.arch, scores.dtype, shape, rows, stream)
+    arguments = pack(
+        scores, k, start, end, next_n, page_table, page_rows, page_size, index_base, sorted, out, values, counts
+    )
+    pointers = ctypes.c_void_p(ctypes.addressof(arguments))
+    with torch.cuda.device(scores.device):  # the launch goes to the current context, which a new thread lacks
+        _check(driver.cuLaunchKernelEx(config, kernel, ctypes.addressof(pointers), 0))
+
+
+def pack(
+    scores: torch.Tensor,
+    k: int,
+    start: torch.Tensor | None,
+    end: torch.Tensor | None,
+    next_n: int,
+    page_table: torch.Tensor | None,
+    page_rows: torch.Tensor | None,
+    page_size: int,
+    index_base: str,
+    sorted: bool,
+    out: torch.Tensor,
+    values: torch.Tensor | None,
+    counts: torch.Tensor | None,
+) -> ctypes.Array[ctypes.c_char]:
+    """struct Arguments of the kernels."""
     fields = (
-        scores.data_ptr(), scores.stride(0), columns,
+        scores.data_ptr(), scores.stride(0), scores.shape[1],
         *_vector(start), *_vector(end), next_n,
         *_vector(page_table), page_table.shape[1] if page_table is not None else -1, max(page_size, 1),
         *_vector(page_rows),
@@ -86,10 +134,7 @@ def run(
         *_vector(values)[:2], *_vector(counts)[:2],
         k, index_base == "column", sorted,
     )  # fmt: skip
-    arguments = ctypes.create_string_buffer(_ARGUMENTS.pack(*fields))
-    pointers = ctypes.c_void_p(ctypes.addressof(arguments))
-    with torch.cuda.device(scores.device):  # the launch goes to the current context, which a new thread lacks
-        _check(driver.cuLaunchKernelEx(config, kernel, ctypes.addressof(pointers), 0))
+    return ctypes.create_string_buffer(_ARGUMENTS.pack(*fields))
 
 
 @functools.lru_cache(maxsize=4096)
@@ -99,7 +144,7 @@ def _launch(
     """A configuration that is never written again, so threads may share it, and its kernel."""
     config = driver.CUlaunchConfig()
     config.gridDimX, config.gridDimY, config.gridDimZ = rows * shape.ctas, 1, 1
-    config.blockDimX, config.blockDimY, config.blockDimZ = shape.threads, 1, 1
+    config.blockDimX, config.blockDimY, config.blockDimZ = shape.variant.threads, 1, 1
     config.sharedMemBytes = shape.shared_memory
     config.hStream = driver.CUstream(stream)
     if shape.ctas > 1:
@@ -107,7 +152,7 @@ def _launch(
         attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
         attribute.value.clusterDim.x, attribute.value.clusterDim.y, attribute.value.clusterDim.z = shape.ctas, 1, 1
         config.attrs, config.numAttrs = [attribute], 1
-    return config, _kernel(index, arch, dtype, shape)
+    return config, _kernel(index, arch, dtype, shape.variant)
 
 
 def _vector(tensor: torch.Tensor | None) -> tuple[int, int, int]:
@@ -115,36 +160,40 @@ def _vector(tensor: torch.Tensor | None) -> tuple[int, int, int]:
     return (0, 0, 0) if tensor is None else (tensor.data_ptr(), tensor.stride(0), tensor.dtype == torch.int64)
 
 
-def cubin(arch: str, dtype: torch.dtype, shape: Plan) -> bytes:
+def cubin(arch: str, dtype: torch.dtype, variant: Variant) -> bytes:
     """The machine code of one variant for "sm_80", "sm_90", ...; kept on disk by source, options and NVRTC version."""
     # sm_90 and later have instructions of their own only under the architecture-specific name.
     name = arch if int(arch.removeprefix("sm_")) < 90 else arch + "a"
     macros = [
         ("DTYPE", str(_DTYPES[dtype])),
         ("MINUS_INFINITY", _MINUS_INFINITY[dtype]),
-        ("THREADS", str(shape.threads)),
-        ("SLOTS", str(shape.slots)),
+        ("THREADS", str(variant.threads)),
+        ("SLOTS", str(variant.slots)),
     ]
     options = ProgramOptions(arch=name, std="c++17", define_macro=macros)
     with FileStreamProgramCache() as cache:
-        return bytes(Program(_SOURCE.read_text(), "c++", options).compile("cubin", cache=cache).code)
+        return bytes(Program(variant.source, "c++", options).compile("cubin", cache=cache).code)
 
 
 @functools.cache
-def _kernel(index: int, arch: str, dtype: torch.dtype, shape: Plan) -> driver.CUfunction:
+def _kernel(index: int, arch: str, dtype: torch.dtype, variant: Variant) -> driver.CUfunction:
     """The loaded kernel of one variant on one device, with its limits raised."""
     with torch.cuda.device(index):
-        (library,) = _check(driver.cuLibraryLoadData(cubin(arch, dtype, shape), [], [], 0, [], [], 0))
+        (library,) = _check(driver.cuLibraryLoadData(cubin(arch, dtype, variant), [], [], 0, [], [], 0))
         (kernel,) = _check(driver.cuLibraryGetKernel(library, b"select_kernel"))
         (device,) = _check(driver.cuDeviceGet(index))
         attribute = driver.CUfunction_attribute
-        limits = {
-            attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES: shape.shared_memory,
-            attribute.CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED: int(shape.ctas > 8),
-        }
-        for name, value in limits.items():
-            if value:
-                _check(driver.cuKernelSetAttribute(name, value, kernel, device))
+        _check(
+            driver.cuKernelSetAttribute(
+                attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, variant.most_shared_memory, kernel, device
+            )
+        )
+        if not variant.whole and int(arch.removeprefix("sm_")) >= 90:  # clusters of 16
+            _check(
+                driver.cuKernelSetAttribute(
+                    attribute.CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED, 1, kernel, device
+                )
+            )
         return driver.CUfunction(int(kernel))  # a kernel of a library is launched as a function
 
 
