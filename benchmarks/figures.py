@@ -1,6 +1,7 @@
 """Figures and tables from the records in benchmarks/results; nothing here measures anything.
 
 python benchmarks/figures.py select RECORD --out FILE   time over the read floor against columns, a panel per row count
+python benchmarks/figures.py tpot RECORD --out FILE     a step of the stack, stage by stage, a bar per selector
 python benchmarks/figures.py readme                     write the blocks between the marks in README.md and docs anew
 """
 
@@ -33,6 +34,16 @@ SHOWN = {
     ],
 }
 
+#: Warm for what keysift has kernels for, grey for the rest.
+STAGE_COLOURS = {
+    "project": "0.85",
+    "cache": "tab:olive",
+    "score": "tab:orange",
+    "select": "tab:red",
+    "sparse_mla": "tab:blue",
+    "output": "0.7",
+}
+
 app = typer.Typer(help=__doc__, no_args_is_help=True)
 
 
@@ -44,6 +55,16 @@ def select(
 ) -> None:
     """Draw a record: normal float32 data, ours in colour, what is recorded of peers and torch.topk in grey."""
     draw(read(record), out, k)
+    typer.echo(f"figure: {out}")
+
+
+@app.command()
+def tpot(
+    record: pathlib.Path,
+    out: Annotated[pathlib.Path, typer.Option(help="A .png, .svg or .pdf.")] = pathlib.Path("tpot.svg"),
+) -> None:
+    """Draw the steps of a record of `keysift bench tpot`: a panel per batch and context, stages stacked."""
+    draw_steps(read(record, "tpot"), out)
     typer.echo(f"figure: {out}")
 
 
@@ -61,13 +82,9 @@ def readme() -> None:
 
 def draw(record: Record, out: pathlib.Path, k: int) -> None:
     """One panel per phase and row count; time over the read floor of the same run against columns."""
-    import matplotlib as mpl
-
-    mpl.use("Agg")
-    mpl.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "keysift"})  # small, and the same every time
-    from matplotlib import pyplot as plt
     from matplotlib import ticker
 
+    plt = _pyplot()
     panels: dict[tuple[str, int], list[dict[str, Any]]] = defaultdict(list)
     for name, entry in record["cases"].items():
         if (entry["k"], entry["data"], entry["dtype"]) == (k, "normal", "float32") and over_floor(entry) is not None:
@@ -101,8 +118,54 @@ def draw(record: Record, out: pathlib.Path, k: int) -> None:
     figure.legend(handles.values(), handles, loc="lower center", ncols=len(handles), frameon=False)
     figure.suptitle(f"select, k = {k}, {record['mode']}, {record['device']}, {record['date']}")
     figure.tight_layout(rect=(0, 0.06, 1, 0.98))
+    _save(figure, out)
+
+
+def draw_steps(record: Record, out: pathlib.Path) -> None:
+    """One panel per case; a bar per selector, its stages stacked, the step beside them as a line."""
+    plt = _pyplot()
+    cases = {name: entry for name, entry in record["cases"].items() if "selectors" in entry}
+    if not cases:
+        raise typer.BadParameter("the record has no timed case")
+    across = min(4, len(cases))
+    down = -(-len(cases) // across)
+    figure, axes = plt.subplots(down, across, figsize=(3.4 * across, 3.2 * down), squeeze=False)
+    for axis, (name, entry) in zip(axes.flat, cases.items(), strict=False):
+        for place, found in enumerate(entry["selectors"].values()):
+            bottom = 0.0
+            for stage, ms in found["stages_ms"].items():
+                axis.bar(place, ms, 0.6, bottom=bottom, color=STAGE_COLOURS[stage], label=stage if not place else None)
+                bottom += ms
+            axis.hlines(found["ms"], place - 0.38, place + 0.38, color="black", label=None if place else "whole step")
+            axis.annotate(f"{found['ms']:.2f}", (place, max(bottom, found["ms"])), ha="center", va="bottom")
+        axis.set(title=name, xticks=range(len(entry["selectors"])), xticklabels=list(entry["selectors"]))
+        axis.margins(y=0.12)
+    for axis in list(axes.flat)[len(cases) :]:
+        axis.set_visible(False)
+    for axis in axes[:, 0]:
+        axis.set_ylabel("ms per output token")
+    handles, labels = axes[0, 0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="lower center", ncols=len(labels), frameon=False)
+    layers = next(iter(cases.values()))["layers"]
+    figure.suptitle(f"{layers} attention layers, {record['device']}, {record['date']}")
+    figure.tight_layout(rect=(0, 0.08, 1, 0.98))
+    _save(figure, out)
+
+
+def _pyplot() -> Any:
+    """matplotlib's, drawing to files: small ones, and the same every time."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    mpl.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "keysift"})
+    from matplotlib import pyplot as plt
+
+    return plt
+
+
+def _save(figure: Any, out: pathlib.Path) -> None:
     figure.savefig(out, metadata={"Date": None} if out.suffix == ".svg" else None)
-    plt.close(figure)
+    _pyplot().close(figure)
 
 
 def _lines(
@@ -180,6 +243,31 @@ def kernels_block(results: pathlib.Path) -> str:
     return "\n\n".join(parts)
 
 
+def tpot_block(results: pathlib.Path) -> str:
+    """Time per output token by selector: the records of `keysift bench tpot`."""
+    parts = []
+    for path in sorted(results.glob("tpot-*.json")):
+        record = read(path, "tpot")
+        cases = [entry for entry in record["cases"].values() if "selectors" in entry]
+        names = list(dict.fromkeys(name for entry in cases for name in entry["selectors"]))
+        first = cases[0]
+        stack = f"{first['layers']} attention layers of width {first['hidden']}, {first['heads']} heads"
+        lines = [
+            f"**{record['device']}**, {first['model']}, {stack}:",
+            "",
+            f"| batch x context | {' | '.join(f'{name}, ms (select alone)' for name in names)} | faster |",
+            "|---|" + "---|" * (len(names) + 1),
+        ]
+        for entry in cases:
+            found = [entry["selectors"][name] for name in names]
+            cells = [f"{times['ms']:.2f} ({times['stages_ms']['select']:.2f})" for times in found]
+            ratio = f"{found[0]['ms'] / found[-1]['ms']:.2f}x"
+            shape = f"{entry['batch']} x {entry['context']}"
+            lines.append(f"| {' | '.join([shape, *cells, ratio])} |")
+        parts.append("\n".join([*lines, "", _source(record)]))
+    return "\n\n".join(parts) or "No run is recorded yet; `keysift bench tpot` measures it on your machine."
+
+
 def demo_block(results: pathlib.Path) -> str:
     """What README says of the whole model: the demo's records."""
     parts = []
@@ -219,6 +307,7 @@ def with_block(text: str, made: str, word: str = "select") -> str:
 BLOCKS = {
     "README.md": {"demo": demo_block, "select": block},
     "docs/select.md": {"kernels": kernels_block},
+    "docs/tpot.md": {"tpot": tpot_block},
 }
 
 

@@ -21,7 +21,7 @@ MODULES = sorted(SRC.rglob("*.py"))
 STAGES = sorted(folder.name for folder in OPS.iterdir() if (folder / "api.py").exists())
 
 # The only modules that see several stages; `keysift.__init__` hands out their names.
-SEE_SEVERAL = {"__init__", "__main__", "demo", "distributed", "indexer", "plugins", "step"}
+SEE_SEVERAL = {"__init__", "__main__", "benchmarks", "demo", "distributed", "indexer", "plugins", "step"}
 OPTIONAL = {"triton", "numba", "transformers", "matplotlib", "cuda", "deep_gemm", "flash_mla", "vllm", "sglang"}
 
 # Lines; what may be longer stands in LONGER with its reason.
@@ -41,10 +41,11 @@ LONGER = {
         385,
         "three public forms of one operation, each with its docstring, and what each of four kernels needs",
     ),
-    "src/keysift/benchmarks/__init__.py": (60, "the options of `keysift bench`, one a line"),
+    "src/keysift/benchmarks/__init__.py": (90, "the options of `keysift bench`, one a line"),
+    "src/keysift/ops/cache/api.py": (310, "four public operations, each with its docstring"),
 }
-ALL_OF_SRC = 8000
-PUBLIC_NAMES = 12
+ALL_OF_SRC = 10000  # grows with each stage's kernels
+PUBLIC_NAMES = 20
 
 
 def relative(path):
@@ -121,7 +122,7 @@ def test_no_module_is_named_like_a_package_that_it_imports(path):
 
 
 def test_every_stage_folder_has_the_same_files():
-    assert {"score", "select", "sparse_mla"} <= set(STAGES)
+    assert {"cache", "score", "select", "sparse_mla"} <= set(STAGES)
     for stage in STAGES:
         files = {path.name for path in (OPS / stage).iterdir() if path.suffix in (".py", ".cu", ".hip")}
         always = {"__init__.py", "api.py", "checks.py", "kernel_cpu.py", "reference.py"}

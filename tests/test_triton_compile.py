@@ -1,27 +1,12 @@
 """Every Triton kernel compiles for every chip that we name, within its shared memory, without spills, without a GPU."""
 
-import glob
-import re
-import subprocess
-import tempfile
-from pathlib import Path
-
 import pytest
 
-triton = pytest.importorskip("triton")
-from triton.backends.compiler import GPUTarget  # noqa: E402
-from triton.compiler import ASTSource  # noqa: E402
+pytest.importorskip("triton")
+from compiling import TARGETS, compiled, spills
+from keysift.dispatch import PROCESSORS
+from keysift.ops.select import kernel_triton
 
-from keysift.dispatch import PROCESSORS  # noqa: E402
-from keysift.ops.select import kernel_triton  # noqa: E402
-
-TARGETS = {
-    "gfx942": (GPUTarget("hip", "gfx942", 64), 65_536),
-    "gfx950": (GPUTarget("hip", "gfx950", 64), 163_840),
-    "sm_80": (GPUTarget("cuda", 80, 32), 166_912),
-    "sm_90": (GPUTarget("cuda", 90, 32), 232_448),
-    "sm_100": (GPUTarget("cuda", 100, 32), 232_448),
-}
 PLAIN = {
     "HAS_START": True,
     "HAS_END": True,
@@ -41,35 +26,7 @@ SHAPES = [
     (256, 131072, 2048, "fp32", PLAIN),
     (4, 1 << 20, 100_000, "fp32", PLAIN),
 ]
-POINTERS = {"scores_ptr": None, "values_ptr": None, "kept_ptr": "*fp32", "start_ptr": "*i64"}
-
-
-def compiled(kernel, constants, dtype, target, warps):
-    signature, attrs = {}, {}
-    for place, name in enumerate(kernel.arg_names):
-        if name in constants:
-            signature[name] = "constexpr"
-        elif name.endswith("_ptr"):
-            signature[name] = POINTERS.get(name, "*i32") or f"*{dtype}"
-            attrs[(place,)] = [["tt.divisibility", 16]]
-        else:
-            signature[name] = "i32"
-            if name in ("columns", "stride_scores", "stride_out"):
-                attrs[(place,)] = [["tt.divisibility", 16]]
-    source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attrs)
-    return triton.compile(source, target=target, options={"num_warps": warps})
-
-
-def spills(binary, target):
-    """Registers spilled to memory, from the resource report of the chip's own tool chain."""
-    if target.backend == "hip":
-        return sum(int(count) for count in re.findall(r"vgpr_spill_count:\s+(\d+)", binary.asm["amdgcn"]))
-    tools = glob.glob(str(Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump*"))
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(binary.asm["cubin"])
-        file.flush()
-        report = subprocess.run([tools[0], "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
-    return int(re.search(r"STACK:(\d+)", report)[1])
+ALIGNED = ("columns", "stride_scores", "stride_out")
 
 
 def launches(rows, columns, k, results, processors, element_size=4):
@@ -95,6 +52,7 @@ def test_select_compiles_within_the_chip(chip, shape):
     rows, columns, k, dtype, results = shape
     element_size = int(dtype[-2:]) // 8
     for kernel, constants, warps in launches(rows, columns, k, results, PROCESSORS[chip], element_size):
-        binary = compiled(kernel, constants, dtype, target, warps)
+        pointers = {"scores_ptr": f"*{dtype}", "values_ptr": f"*{dtype}", "kept_ptr": "*fp32", "start_ptr": "*i64"}
+        binary = compiled(kernel, constants, pointers, target, warps, ALIGNED)
         assert binary.metadata.shared <= shared_memory, kernel.__name__
         assert spills(binary, target) == 0, kernel.__name__

@@ -52,6 +52,23 @@ K = Annotated[int, typer.Option("--k", min=1, help="Keys to keep per row.")]
 Device = Annotated[str, typer.Option(help="cpu, cuda (the one here), cuda:sm_90, hip:gfx942 or the like.")]
 
 
+@explain.command("cache")
+def explain_cache(
+    operation: Annotated[
+        Literal["write_index", "write_latent", "gather_index", "gather_latent"], typer.Option(help="What is done.")
+    ] = "write_index",
+    format: Annotated[Literal["e4m3fn", "e4m3fnuz", Float], typer.Option(help="Of the cache.")] = "e4m3fn",
+    rows: Rows = 64,
+    width: Annotated[int, typer.Option(min=1, help="Numbers per token.")] = 128,
+    device: Device = "cpu",
+) -> None:
+    """Tokens into pages, and back."""
+    from keysift.ops.cache import api
+
+    problem = api.Problem(_device(device), operation, format, rows, width)
+    _explain("cache", api.KERNELS, problem, f"{operation}, {rows} tokens of {width}, {format}")
+
+
 @explain.command("score")
 def explain_score(
     rows: Rows = 64,

@@ -11,6 +11,8 @@ import torch
 FP8 = {"e4m3fn": torch.float8_e4m3fn, "e4m3fnuz": torch.float8_e4m3fnuz}
 #: What the largest magnitude of a token is scaled to. e4m3fnuz reaches 240; 224 is what MI300 caches are written with.
 LARGEST = {"e4m3fn": 448.0, "e4m3fnuz": 224.0}
+#: The least amax that a scale is made from.
+FLOOR = 1e-4
 PLAIN = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 SCALES = ("float32", "ue8m0")
 
@@ -195,8 +197,9 @@ def _check_cache(
         raise ValueError(f"cache has pages {stride[0]} elements apart; {layout} has them {page_stride} apart")
     if several and stride[0] < page_size * width:
         raise ValueError(f"cache has pages {stride[0]} elements apart; a page has {page_size * width}")
-    if is_fp8 and ((several and stride[0] % 4) or cache.storage_offset() % 4):
+    offset = 0 if torch.compiler.is_compiling() else cache.storage_offset()  # a trace does not know it
+    if is_fp8 and ((several and stride[0] % 4) or offset % 4):
         raise ValueError(
-            f"cache begins at byte {cache.storage_offset()} with pages {stride[0]} bytes apart; both must be multiples "
-            "of 4, for its float32 scales"
+            f"cache begins at byte {offset} with pages {stride[0]} bytes apart; both must be multiples of 4, for its "
+            "float32 scales"
         )

@@ -153,6 +153,35 @@ def test_a_narrower_out_scores_fewer_columns():
     assert torch.equal(out, keysift.index_scores(q, k, None, weights)[:, :25])
 
 
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("format", ["e4m3fn", "e4m3fnuz", "bfloat16", "float32"])
+@pytest.mark.parametrize("page_size", [1, 16, 64])
+def test_fp8_pages_score_like_their_keys_in_one_piece(kernel, format, page_size):
+    """Junk, NaN among it, in every page and table entry that no request reaches, and between the pages."""
+    layout = keysift.IndexLayout(format, page_size, 32, page_stride=page_size * 36 + 8)
+    lens, next_n = torch.tensor([70, 3, 0]), 2
+    pages = -(-70 // page_size)
+    cache = layout.empty(3 * pages)
+    cache.untyped_storage().fill_(0x7F)
+    table = torch.randperm(3 * pages, generator=torch.Generator().manual_seed(page_size)).view(3, pages)
+    q, k, weights = make(6, 70, 8, 32)
+    for request, length in enumerate(lens.tolist()):
+        position = torch.arange(length)
+        slots = table[request, position // page_size] * page_size + position % page_size
+        keysift.write_index_cache(k[:length], cache, slots, layout)
+    table = table.masked_fill(torch.arange(pages) * page_size >= lens[:, None], 10**6)
+    queries = q.to(torch.float8_e4m3fn) if format == "e4m3fn" else q
+    out = torch.full((6, pages * page_size), torch.nan)
+    keysift.paged_index_scores(queries, cache, weights, lens, table, next_n, layout=layout, out=out, kernel=kernel)
+    ends = (lens[:, None] - next_n + 1 + torch.arange(next_n)).clamp(min=0).flatten()
+    keys, scale = keysift.gather_index_cache(cache, table[:1], torch.tensor([0, 70]), 70, layout)
+    for row, end in enumerate(ends.tolist()):
+        assert out[row, end:].isnan().all()
+        part = slice(row, row + 1)
+        given = None if scale is None else scale[:end]
+        assert_close(out[part, :end], queries[part].float(), keys[:end].float(), weights[part], given)
+
+
 def test_a_negative_page_is_never_the_last_page():
     q, k, weights = make(1, 40, 2, 8)
     for table in ([-1], [0, -1]):
@@ -181,7 +210,17 @@ REFUSED = [
     (
         lambda: keysift.paged_index_scores(q2, cache2.to(torch.uint8), w2, lens2, table2),
         TypeError,
-        "cache is torch.uint8; it may be torch.float32, torch.bfloat16, torch.float16",
+        "cache is torch.uint8, fp8 keys with their scales; layout must say which",
+    ),
+    (
+        lambda: keysift.paged_index_scores(q2, cache2, w2, lens2, table2, layout=keysift.LatentLayout()),
+        TypeError,
+        "layout is LatentLayout",
+    ),
+    (
+        lambda: keysift.paged_index_scores(q2, cache2, w2, lens2, table2, layout=keysift.IndexLayout("float32", 7, 4)),
+        ValueError,
+        "cache has shape",
     ),
     (lambda: keysift.paged_index_scores(q2, cache2[..., :3], w2, lens2, table2), ValueError, "cache has shape"),
     (lambda: keysift.paged_index_scores(q2, cache2, w2, lens2[:1], table2), ValueError, "seq_lens has 1 requests"),

@@ -2,9 +2,11 @@
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import keysift
-from keysift import dispatch
+from keysift import IndexLayout, LatentLayout, dispatch
 from keysift.ops.sparse_mla import kernel_cpu
 from keysift.ops.sparse_mla.api import KERNELS as TABLE
 
@@ -14,9 +16,11 @@ EPS = 2.0**-24  # half a unit in the last place of float32
 SHAPES = [(1, 128, 576, 512, 400, 300), (7, 3, 5, 2, 40, 9), (30, 1, 1, 1, 10, 1), (2, 16, 36, 36, 64, 64)]
 
 
-def make(tokens, heads, dim, slots, k, dtype=torch.float32):
-    q, kv = torch.randn(tokens, heads, dim).to(dtype), torch.randn(slots, dim).to(dtype)
-    indices = torch.stack([torch.randperm(slots)[:k] for _ in range(tokens)]).int()
+def make(tokens, heads, dim, slots, k, dtype=torch.float32, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    q = torch.randn(tokens, heads, dim, generator=generator).to(dtype)
+    kv = torch.randn(slots, dim, generator=generator).to(dtype)
+    indices = torch.stack([torch.randperm(slots, generator=generator)[:k] for _ in range(tokens)]).int()
     return q, kv, indices
 
 
@@ -109,6 +113,95 @@ def test_pages_are_slots():
     assert torch.equal(flat[0], paged[0])
 
 
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("page_size", [1, 4, 25])
+def test_pages_may_lie_apart(kernel, page_size):
+    q, kv, indices = make(3, 4, 20, 100, 30)
+    pages = 100 // page_size
+    pool = torch.full((pages, page_size + 3, 20), torch.nan)
+    pool[:, :page_size] = kv.view(pages, page_size, 20)
+    apart = keysift.sparse_mla(q, pool[:, :page_size], indices, 0.3, value_dim=11, kernel=kernel)
+    together = keysift.sparse_mla(q, kv, indices, 0.3, value_dim=11, kernel=kernel)
+    assert torch.equal(apart[0], together[0])
+    assert torch.equal(apart[1], together[1])
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("stride", [None, 4 * 280 + 8])
+def test_fp8_tokens_are_what_gathering_them_gives(kernel, stride):
+    layout = LatentLayout("e4m3fn", 4, 256, 8, page_stride=stride)
+    cache = layout.empty(10)
+    cache.untyped_storage().fill_(0x7F)  # NaN wherever nothing is written
+    q, kv, indices = make(3, 4, 264, 40, 12)
+    indices[0, 3:] = indices[1, :2] = -1
+    used = indices[indices >= 0].long().unique()
+    keysift.write_latent_cache(kv[used], cache, used, layout)
+    numbers = torch.full((40, 264), torch.nan)
+    numbers[used] = keysift.gather_latent_cache(cache, used, layout)
+    found = keysift.sparse_mla(q, cache, indices, 0.3, value_dim=256, layout=layout, kernel=kernel)
+    wanted = keysift.sparse_mla(q, numbers, indices, 0.3, value_dim=256, kernel=kernel)
+    assert torch.equal(found[0], wanted[0])
+    assert torch.equal(found[1], wanted[1])
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_a_sink_takes_its_share_of_the_sum_and_lengths_cut_the_selection(kernel):
+    q, kv, indices = make(4, 3, 20, 100, 30)
+    lengths, sink = torch.tensor([30, 7, 0, 100]), torch.tensor([0.3, -torch.inf, 40.0])
+    out, lse = keysift.sparse_mla(
+        q, kv, indices, 0.3, value_dim=11, sink=sink, topk_length=lengths, kernel=kernel
+    )  # fmt: skip
+    for token, length in enumerate(lengths.tolist()):
+        chosen = kv[indices[token, :length].long()].double()
+        logits = torch.cat((0.3 * q[token].double() @ chosen.T, sink[:, None].double()), 1)
+        wanted = logits.softmax(1)[:, :-1] @ chosen[:, :11]
+        torch.testing.assert_close(out[token].double(), wanted.nan_to_num(0.0), rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(lse[token].double(), logits[:, :-1].logsumexp(1), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_decode_is_the_same_by_request_and_token(kernel):
+    q, kv, indices = make(6, 4, 20, 100, 30)
+    lengths = torch.tensor([30, 1, 2, 3, 4, 0])
+    flat = keysift.sparse_mla(
+        q, kv.view(25, 4, 20), indices, 0.3, value_dim=11, topk_length=lengths, kernel=kernel
+    )  # fmt: skip
+    for next_n in (1, 2, 3):
+        shape = (6 // next_n, next_n)
+        out, lse = keysift.sparse_mla_decode(
+            q.unflatten(0, shape), kv.view(25, 4, 20), indices.unflatten(0, shape), 0.3, value_dim=11,
+            topk_length=lengths.unflatten(0, shape), kernel=kernel,
+        )  # fmt: skip
+        assert torch.equal(out.flatten(0, 1), flat[0])
+        assert torch.equal(lse.flatten(0, 1), flat[1])
+    with pytest.raises(ValueError, match=r"indices has shape \[6, 30\]"):
+        keysift.sparse_mla_decode(q[None], kv[None], indices, 0.3, value_dim=11)
+    with pytest.raises(ValueError, match="topk_length has shape"):
+        keysift.sparse_mla_decode(q[None], kv[None], indices[None], 0.3, value_dim=11, topk_length=lengths)
+
+
+@given(st.integers(1, 5), st.integers(0, 2**31))
+@settings(max_examples=30)
+def test_parts_of_a_selection_combine_to_the_whole(parts, seed):
+    q, kv, indices = make(4, 3, 20, 200, 40, seed=seed)
+    generator = torch.Generator().manual_seed(seed)
+    owner = torch.randint(0, parts, indices.shape, generator=generator)
+    owner[0] = 0  # the other parts of token 0 are empty
+    indices[1] = -1
+    pieces = [keysift.sparse_mla(q, kv, indices.where(owner == part, -1), 0.3, value_dim=11) for part in range(parts)]
+    outs, lses = torch.stack([out for out, _ in pieces]), torch.stack([lse for _, lse in pieces])
+    outs[lses == -torch.inf] = torch.nan  # an empty part may hold anything
+    out, lse = keysift.combine_partials(outs, lses)
+    assert_close((out, lse), q, kv, indices, 0.3, 11)
+    assert (out[1] == 0).all()
+    assert (lse[1] == -torch.inf).all()
+
+
+def test_parts_that_do_not_go_together_are_refused():
+    with pytest.raises(ValueError, match=r"lses has shape \[2\]"):
+        keysift.combine_partials(torch.zeros(3, 4), torch.zeros(2))
+
+
 @pytest.mark.parametrize(("slots", "k"), [(10, 0), (0, 5)])
 def test_nothing_to_attend_to(slots, k):
     q, kv, indices = torch.randn(2, 3, 4), torch.randn(slots, 4), torch.full((2, k), -1, dtype=torch.int32)
@@ -124,11 +217,14 @@ REFUSED = [
     ((Q.double(), KV, INDICES, 1.0), {}, TypeError, "q is torch.float64"),
     ((Q, KV.to(torch.uint8), INDICES, 1.0), {}, TypeError, "kv is torch.uint8"),
     ((Q, KV[:, :7], INDICES, 1.0), {}, ValueError, "kv has shape"),
-    ((Q, torch.randn(4, 6, 8)[:, :3], INDICES, 1.0), {}, ValueError, "kv has strides"),
+    ((Q, KV, INDICES, 1.0), {"layout": LatentLayout("float32", 64, 4, 4)}, ValueError, "cache has shape"),
+    ((Q, KV, INDICES, 1.0), {"layout": IndexLayout()}, TypeError, "layout is IndexLayout"),
+    ((Q, KV, INDICES, 1.0), {"sink": torch.zeros(2)}, ValueError, "sink has shape"),
+    ((Q, KV, INDICES, 1.0), {"topk_length": torch.zeros(3).int()}, ValueError, "topk_length has shape"),
     ((Q, KV, INDICES.long(), 1.0), {}, TypeError, "indices is torch.int64"),
     ((Q, KV, INDICES[:1], 1.0), {}, ValueError, "indices has shape"),
     ((Q, KV, INDICES, "1"), {}, TypeError, "scale is '1'"),
-    ((Q, KV, INDICES, 1.0), {"value_dim": 9}, ValueError, "value_dim is 9; it may be 1 to 8"),
+    ((Q, KV, INDICES, 1.0), {"value_dim": 9}, ValueError, r"value_dim is 9 .* it may be 1 to 8"),
     ((Q, KV, INDICES, 1.0), {"value_dim": True}, TypeError, "value_dim is True"),
     ((Q, KV, INDICES, 1.0), {"out": torch.empty(1, 3, 4)}, ValueError, "out has shape"),
     ((Q, KV, INDICES, 1.0), {"out": torch.empty(2, 3, 4).half()}, TypeError, "out is torch.float16"),
@@ -154,7 +250,7 @@ def test_checked_values(monkeypatch):
 
 def test_the_operator():
     """Its schema and fake are true, and a whole graph can be traced through it."""
-    args = (Q, KV, INDICES, 1.0, torch.empty(2, 3, 4), torch.empty(2, 3), None)
+    args = (Q, KV[None], None, None, INDICES, 1.0, None, None, torch.empty(2, 3, 4), torch.empty(2, 3), None)
     torch.library.opcheck(torch.ops.keysift.sparse_mla.default, args, test_utils=("test_schema", "test_faketensor"))
     compiled = torch.compile(
         lambda q: keysift.sparse_mla(q, KV, INDICES, 1.0, value_dim=4)[0], backend="eager", fullgraph=True

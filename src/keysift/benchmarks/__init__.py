@@ -14,11 +14,6 @@ app = typer.Typer(
 Data = Literal["normal", "relu", "equal", "narrow", "sorted", "heavy", "nan1"]
 
 
-@app.callback()
-def _bench() -> None:
-    """Keep `select` a command of its own."""
-
-
 @app.command()
 def select(
     rows: Annotated[int | None, typer.Option(help="Score rows; with --columns: one case instead of a set.")] = None,
@@ -54,3 +49,24 @@ def select(
 
     shape = (rows, columns, k, data, dtype, phase)
     bench_select(shape, tuple(kernel or ()), cases, mode, device, seconds, json, against, margin, commit)
+
+
+@app.command()
+def tpot(
+    model: Annotated[Literal["deepseek-v3.2", "glm-5"], typer.Option(help="Whose attention.")] = "deepseek-v3.2",
+    tensor_parallel: Annotated[int, typer.Option(min=1, help="Ranks that share the heads; one is timed.")] = 8,
+    batch: Annotated[str, typer.Option(help="Requests in a step; several with commas.")] = "1",
+    context: Annotated[str, typer.Option(help="Cached tokens per request; several with commas.")] = "8192",
+    layers: Annotated[int | None, typer.Option(min=1, help="Default: the model's; 2 on a CPU.")] = None,
+    select: Annotated[
+        str, typer.Option(help="Selectors: torch (as a generic fallback), auto, or a kernel's name; with commas.")
+    ] = "torch,auto",
+    device: Annotated[Literal["cpu", "cuda"] | None, typer.Option(help="Default: cuda where there is one.")] = None,
+    seconds: Annotated[float, typer.Option(min=0.01, help="Measuring time per case and selector, about.")] = 5.0,
+    json: Annotated[pathlib.Path | None, typer.Option(help="Write the record here, case by case.")] = None,
+    commit: Annotated[str | None, typer.Option(help="The sources' commit, where they are no checkout.")] = None,
+) -> None:
+    """Time per output token of a stack of attention layers, torch.topk against select, and the share of each stage."""
+    from keysift.benchmarks.command import bench_tpot
+
+    bench_tpot(model, tensor_parallel, batch, context, layers, select, device, seconds, json, commit)

@@ -1,4 +1,4 @@
-"""The command `keysift bench select`: from its options to a table, a record and an exit code."""
+"""The commands `keysift bench select` and `tpot`: from their options to a table, a record and an exit code."""
 
 import pathlib
 from collections.abc import Collection
@@ -10,9 +10,11 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from keysift.benchmarks import bench_select as bench
+from keysift.benchmarks import bench_tpot as tpot
 from keysift.benchmarks import record as records
 from keysift.benchmarks.cases import Case, case_set
-from keysift.benchmarks.report import table
+from keysift.benchmarks.report import step_table, table
+from keysift.benchmarks.stack import MODELS
 from keysift.ops.select.api import KERNELS
 
 #: What `--against` allows by default: repeats differ by 1.5 % on a GPU (95th percentile); a shared CPU is noisier.
@@ -34,7 +36,7 @@ def bench_select(
     commit: str | None,
 ) -> None:
     """Exits 1 where a kernel of ours gave a wrong result, or lost against the record; 2 for options that do not fit."""
-    device = _device(device_name, set_name)
+    device = _device("cpu" if set_name == "cpu" else device_name)
     for name in kernels:
         _one_of("--kernel", name, [kernel.name for kernel in KERNELS])
     if against is not None and kernels:
@@ -45,10 +47,8 @@ def bench_select(
         raise typer.BadParameter(f"--against: {against} has none of the {len(cases)} cases, {cases[0].name} first")
 
     record = records.new(device, mode, commit)
-    # A table that is written to a file is as wide as it needs to be.
-    console = Console() if Console().is_terminal else Console(width=200)
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
+    console = _console()
+    with _progress(console) as progress:
         task = progress.add_task(cases[0].name, total=len(cases))
 
         def done(case: Case, entry: bench.Entry) -> None:
@@ -60,10 +60,7 @@ def bench_select(
 
         bench.run(cases, device, mode=mode, kernels=kernels, seconds=seconds, done=done)
     console.print(table(record))
-    if record["load"] is not None and record["load"] > 0.5:
-        console.print(
-            f"This machine was busy before (load average {record['load']}): trust no time, and ratios little."
-        )
+    _warn_load(record, console)
     if json is not None:
         console.print(f"record: {json}")
 
@@ -107,14 +104,77 @@ def _cases(shape: Shape, set_name: str, device: torch.device, then: records.Reco
     return case_set(set_name, device)
 
 
-def _device(name: str | None, set_name: str) -> torch.device:
-    if name is None:
-        name = "cuda" if torch.cuda.is_available() and set_name != "cpu" else "cpu"
-    if name == "cpu":
-        return torch.device("cpu")
-    if not torch.cuda.is_available():
+def bench_tpot(
+    model: str,
+    tensor_parallel: int,
+    batch: str,
+    context: str,
+    layers: int | None,
+    select: str,
+    device_name: str | None,
+    seconds: float,
+    json: pathlib.Path | None,
+    commit: str | None,
+) -> None:
+    """Exits 1 where selectors selected differently; 2 for options that do not fit."""
+    device = _device(device_name)
+    dims = MODELS[model]
+    if dims.heads % tensor_parallel:
+        raise typer.BadParameter(f"--tensor-parallel is {tensor_parallel}; it must divide {model}'s {dims.heads} heads")
+    names = select.split(",")
+    for name in names:
+        _one_of("--select", name, ["torch", "auto", *(kernel.name for kernel in KERNELS)])
+    batches, contexts = _numbers("--batch", batch), _numbers("--context", context)
+    record = records.new(device, "graph" if device.type == "cuda" else "step", commit, "tpot")
+    console, total = _console(), len(batches) * len(contexts)
+    with _progress(console) as progress:
+        task = progress.add_task(f"{model}, {len(names)} selectors", total=total)
+
+        def done(name: str, entry: tpot.Entry) -> None:
+            record["cases"][name] = entry
+            progress.advance(task)
+            if json is not None:
+                records.write(record, json)
+
+        tpot.run(model, tensor_parallel, layers, batches, contexts, names, device, seconds, done)
+    console.print(step_table(record))
+    _warn_load(record, console)
+    if json is not None:
+        console.print(f"record: {json}")
+    if any("fault" in entry for entry in record["cases"].values()):
+        raise typer.Exit(1)
+
+
+def _numbers(option: str, text: str) -> list[int]:
+    numbers = [int(part) if part.strip().isdigit() else 0 for part in text.split(",")]
+    if min(numbers) < 1:
+        raise typer.BadParameter(f"{option} is {text!r}; it may be numbers of at least 1 with commas between them")
+    return numbers
+
+
+def _device(name: str | None) -> torch.device:
+    if (name or "cuda") == "cuda" and torch.cuda.is_available():
+        return torch.device("cuda", torch.cuda.current_device())
+    if name == "cuda":
         raise typer.BadParameter("--device is cuda; torch finds none here")
-    return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+
+
+def _console() -> Console:
+    """A table that is written to a file is as wide as it needs to be."""
+    return Console() if Console().is_terminal else Console(width=200)
+
+
+def _progress(console: Console) -> Progress:
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    return Progress(*columns, console=console, disable=not console.is_terminal)
+
+
+def _warn_load(record: records.Record, console: Console) -> None:
+    if record["load"] is not None and record["load"] > 0.5:
+        console.print(
+            f"This machine was busy before (load average {record['load']}): trust no time, and ratios little."
+        )
 
 
 def _read(path: pathlib.Path) -> records.Record:

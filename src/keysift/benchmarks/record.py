@@ -22,12 +22,19 @@ PACKAGES = ("torch", "triton", "numba", "numpy", "cuda-core", "flashinfer-python
 Record = dict[str, Any]
 
 
-def new(device: torch.device, mode: str, commit: str | None = None) -> Record:
+#: What the numbers of a record are, by what was timed.
+UNITS = {
+    "select": "microseconds of one launch: median, 20th and 80th percentile",
+    "tpot": "milliseconds of one step of the stack: median, 20th and 80th percentile; stages: median",
+}
+
+
+def new(device: torch.device, mode: str, commit: str | None = None, stage: str = "select") -> Record:
     """A record without cases. `commit` is for a copy of the sources that is no checkout; otherwise git is asked."""
     return {
         "schema": SCHEMA,
-        "stage": "select",
-        "unit": "microseconds of one launch: median, 20th and 80th percentile",
+        "stage": stage,
+        "unit": UNITS[stage],
         "mode": mode,
         "device": _device_name(device),
         "device_type": _device_type(device),
@@ -50,11 +57,11 @@ def write(record: Record, path: pathlib.Path) -> None:
     partial.replace(path)
 
 
-def read(path: pathlib.Path) -> Record:
+def read(path: pathlib.Path, stage: str = "select") -> Record:
     """A record of `write`. Raises ValueError for anything else."""
     record = json.loads(path.read_text())
-    if not isinstance(record, dict) or record.get("schema") != SCHEMA or record.get("stage") != "select":
-        raise ValueError(f"{path} is no record of `keysift bench select` (schema {SCHEMA})")
+    if not isinstance(record, dict) or record.get("schema") != SCHEMA or record.get("stage") != stage:
+        raise ValueError(f"{path} is no record of `keysift bench {stage}` (schema {SCHEMA})")
     return record
 
 

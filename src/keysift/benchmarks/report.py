@@ -49,6 +49,43 @@ def table(record: Record) -> Table:
     return made
 
 
+def step_table(record: Record) -> Table:
+    """One line per batch, context and selector: the step, its stages, and what the first selector takes over it."""
+    stages = list(
+        dict.fromkeys(s for e in record["cases"].values() for t in _times(e).values() for s in t["stages_ms"])
+    )
+    made = Table(
+        title=f"time per output token, ms, {record['device']}",
+        caption="step: median (p20-p80) of a token in every request. x: what the first selector takes over this one.",
+        box=box.SIMPLE_HEAD,
+        title_justify="left",
+        caption_justify="left",
+    )
+    for heading in ("case", "selector"):
+        made.add_column(heading, no_wrap=True)
+    for heading in ("step", "x", *stages):
+        made.add_column(heading, justify="right")
+    for name, entry in record["cases"].items():
+        if "fault" in entry:
+            made.add_row(name, "", f"[red]no time: {entry['fault']}")
+        first = next(iter(_times(entry).values()), None)
+        for selector, found in _times(entry).items():
+            label = selector if selector in ("torch", found["kernel"]) else f"{selector} ({found['kernel']})"
+            made.add_row(
+                name,
+                label,
+                f"{found['ms']:.2f} ({found['p20_ms']:.2f}-{found['p80_ms']:.2f})",
+                f"{first['ms'] / found['ms']:.2f}" if first else "-",
+                *(f"{found['stages_ms'][stage]:.2f}" for stage in stages),
+            )
+    return made
+
+
+def _times(entry: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    times: dict[str, dict[str, Any]] = entry.get("selectors", {})
+    return times
+
+
 def _versus(other: dict[str, Any] | None, found: dict[str, Any]) -> str:
     if other is None:
         return "-"

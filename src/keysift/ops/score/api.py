@@ -6,6 +6,7 @@ import torch
 
 from keysift import dispatch
 from keysift.dispatch import Device, Kernel
+from keysift.layout import IndexLayout
 
 from . import checks
 
@@ -57,7 +58,7 @@ def index_scores(
 ) -> torch.Tensor:
     """The index logits of packed queries against keys in one piece: prefill.
 
-    q             [M, H, D] float32, bfloat16, float16 or float8_e4m3fn
+    q             [M, H, D] float32, bfloat16, float16, float8_e4m3fn or float8_e4m3fnuz
     k             [N, D] any of these, not necessarily the one of q
     k_scale       [N] float32, one per key, or None for 1
     weights       [M, H] float32; query scale, D**-0.5 and H**-0.5 are folded in by the caller
@@ -96,18 +97,20 @@ def paged_index_scores(
     block_table: torch.Tensor,
     next_n: int = 1,
     *,
+    layout: IndexLayout | None = None,
     out: torch.Tensor | None = None,
     kernel: str | None = None,
 ) -> torch.Tensor:
     """The index logits of decoding queries against a paged cache: `next_n` queries per request, windows from column 0.
 
-    q            [B * next_n, H, D] float32, bfloat16 or float16; row b * next_n + j is query j of request b
-    cache        [pages, page_size, D] float32, bfloat16 or float16; any page stride
+    q            [B * next_n, H, D] float32, bfloat16, float16 or fp8; row b * next_n + j is query j of request b
+    cache        [pages, page_size, D] float32, bfloat16 or float16, or what `layout` says; any page stride
     weights      [B * next_n, H] float32; query scale, D**-0.5 and H**-0.5 are folded in by the caller
     seq_lens     [B]: row b * next_n + j ends at seq_lens[b] - next_n + j + 1; or
                  [B, next_n]: that row ends at seq_lens[b, j]; int32 or int64, clamped to the columns
     block_table  [B, P] int32 or int64: column c of request b lies in page block_table[b, c // page_size]. Entries that
                  no row of the request reaches may hold anything
+    layout       the format of the cache; needed where it is fp8 (uint8 [pages, page_size, D + 4])
     out          float32 [>= B * next_n, W], any row stride; W columns are scored at most, default P * page_size
     kernel       a kernel of `keysift explain score` by name; it runs or raises
 
@@ -125,12 +128,12 @@ def paged_index_scores(
     tensor([[3., 4., 1., 2.]])
     """
     checks.check_queries(q, weights)
-    checks.check_cache(q, cache)
+    k, k_scale = checks.check_cache(q, cache, layout)
     ends = checks.check_requests(q, seq_lens, block_table, next_n)
     if out is None:
         out = q.new_empty(q.shape[0], block_table.shape[1] * cache.shape[1], dtype=torch.float32)
     checks.check_out(q, out, 0)
-    torch.ops.keysift.score(q, cache, None, weights, None, ends, next_n, block_table, out, kernel)
+    torch.ops.keysift.score(q, k, k_scale, weights, None, ends, next_n, block_table, out, kernel)
     return out if out.shape[0] == weights.shape[0] else out[: weights.shape[0]]
 
 

@@ -2,8 +2,10 @@
 
 import torch
 
+from keysift.layout import FP8, IndexLayout
+
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
-FLOATS_AND_FP8 = (*FLOATS, torch.float8_e4m3fn)
+FLOATS_AND_FP8 = (*FLOATS, *FP8.values())
 INTEGERS = (torch.int32, torch.int64)
 
 
@@ -39,16 +41,26 @@ def check_keys(q: torch.Tensor, k: torch.Tensor, k_scale: torch.Tensor | None) -
             )
 
 
-def check_cache(q: torch.Tensor, cache: torch.Tensor) -> None:
-    """cache [pages, page_size, D]."""
-    _check_dtype("q", q, FLOATS)
-    _check_dtype("cache", cache, FLOATS)
+def check_cache(
+    q: torch.Tensor, cache: torch.Tensor, layout: IndexLayout | None
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """cache [pages, page_size, D], or as the layout says; returns keys [pages, page_size, D] and their scales."""
+    if layout is not None:
+        if not isinstance(layout, IndexLayout):
+            raise TypeError(f"layout is {type(layout).__name__}; it must be a keysift.IndexLayout")
+        layout.check(cache)
+    elif isinstance(cache, torch.Tensor) and cache.dtype == torch.uint8:
+        raise TypeError("cache is torch.uint8, fp8 keys with their scales; layout must say which, an IndexLayout")
+    else:
+        _check_dtype("cache", cache, FLOATS)
     _check_device(q, "cache", cache)
-    if cache.ndim != 3 or cache.shape[1] == 0 or cache.shape[2] != q.shape[2]:
+    head_dim = cache.shape[-1] if layout is None else layout.head_dim
+    if cache.ndim != 3 or cache.shape[1] == 0 or head_dim != q.shape[2]:
         raise ValueError(
             f"cache has shape {list(cache.shape)}; q has heads of {q.shape[2]}, "
-            f"so it must be [pages, page size, {q.shape[2]}]"
+            f"so its keys must be [pages, page size, {q.shape[2]}]"
         )
+    return (cache, None) if layout is None else layout.views(cache)
 
 
 def check_windows(q: torch.Tensor, starts: torch.Tensor | None, ends: torch.Tensor | None) -> None:

@@ -42,14 +42,19 @@ def run(
         rows = slice(request * next_n, (request + 1) * next_n)
         reached = max(upper for _, upper in windows[rows])
         if reached:
-            pages = -(-reached // page_size)
-            _score(q[rows], _pages(k, table[:pages]), None, weights[rows], windows[rows], out[rows])
+            pages = table[: -(-reached // page_size)]
+            scale = None if k_scale is None else _pages(k_scale, pages)
+            _score(q[rows], _pages(k, pages), scale, weights[rows], windows[rows], out[rows])
 
 
 def _pages(k: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
-    """The keys of a request [pages * page_size, D]; not copied when they are one page (a cache in one piece)."""
+    """The keys of a request [pages * page_size, D], or their scales; not copied when they are one page (a cache in one
+    piece).
+    """
     if len(table) > 1:
-        return k.index_select(0, table).flatten(0, 1)
+        if k.element_size() > 1:
+            return k.index_select(0, table).flatten(0, 1)
+        return k.view(torch.uint8).index_select(0, table).view(k.dtype).flatten(0, 1)  # fp8, which torch does not index
     page = int(table[0])
     if not 0 <= page < len(k):  # indexing would take -1 for the last page
         raise IndexError(f"block_table names page {page}; cache has {len(k)}")

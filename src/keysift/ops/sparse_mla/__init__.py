@@ -1,5 +1,5 @@
 """q, indices, latents -> output, lse."""
 
-from .api import sparse_mla
+from .api import combine_partials, sparse_mla, sparse_mla_decode
 
-__all__ = ["sparse_mla"]
+__all__ = ["combine_partials", "sparse_mla", "sparse_mla_decode"]

@@ -2,6 +2,8 @@
 
 import torch
 
+from keysift.layout import LatentLayout
+
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -14,24 +16,71 @@ def check_queries(q: torch.Tensor) -> None:
         )
 
 
-def check_latents(q: torch.Tensor, kv: torch.Tensor, value_dim: int) -> None:
-    """kv [N, D] or [pages, page_size, D]; 1 <= value_dim <= D."""
-    _check_dtype("kv", kv, DTYPES)
-    _check_device(q, "kv", kv)
+def check_latents(
+    q: torch.Tensor, kv: torch.Tensor, value_dim: int, layout: LatentLayout | None
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+    """kv [N, D] or [pages, page_size, D] or as the layout says; 1 <= value_dim <= D.
+
+    Returns latents [pages, page_size, D], and the scales and rotary parts of fp8 ones.
+    """
     dim = q.shape[2]
-    if kv.ndim not in (2, 3) or kv.shape[-1] != dim:
+    if layout is not None:
+        if not isinstance(layout, LatentLayout):
+            raise TypeError(f"layout is {type(layout).__name__}; it must be a keysift.LatentLayout")
+        layout.check(kv)
+    elif isinstance(kv, torch.Tensor) and kv.dtype == torch.uint8:
+        raise TypeError("kv is torch.uint8, fp8 latents with their scales; layout must say which, a LatentLayout")
+    else:
+        _check_dtype("kv", kv, DTYPES)
+    _check_device(q, "kv", kv)
+    width = kv.shape[-1] if layout is None else layout.dim
+    if kv.ndim not in (2, 3) or width != dim:
         raise ValueError(
             f"kv has shape {list(kv.shape)}; q has heads of {dim}, "
             f"so it may be [slots, {dim}] or [pages, page size, {dim}]"
         )
-    if kv.ndim == 3 and kv.shape[0] > 1 and kv.shape[1] > 1 and kv.stride(0) != kv.shape[1] * kv.stride(1):
-        raise ValueError(f"kv has strides {list(kv.stride())}; its pages must follow one another without gaps")
     if kv.shape[:-1].numel() >= 2**31:
         raise ValueError(f"kv has {kv.shape[:-1].numel()} slots; an int32 index reaches 2**31 - 1")
     if isinstance(value_dim, bool) or not isinstance(value_dim, int):
         raise TypeError(f"value_dim is {value_dim!r}; it must be an int")
-    if not 1 <= value_dim <= dim:
-        raise ValueError(f"value_dim is {value_dim}; it may be 1 to {dim}, the width of kv")
+    most = dim if layout is None or not layout.is_fp8 else layout.value_dim
+    if not 1 <= value_dim <= most:
+        raise ValueError(f"value_dim is {value_dim} (512 where it is left out); it may be 1 to {most} with this kv")
+    if layout is not None and layout.is_fp8:
+        return layout.views(kv)
+    return (kv if kv.ndim == 3 else kv[None]), None, None
+
+
+def check_extras(q: torch.Tensor, sink: torch.Tensor | None, topk_length: torch.Tensor | None) -> None:
+    """sink float32 [heads], topk_length integers [T]."""
+    if sink is not None:
+        _check_dtype("sink", sink, (torch.float32,))
+        _check_device(q, "sink", sink)
+        if sink.shape != q.shape[1:2]:
+            raise ValueError(
+                f"sink has shape {list(sink.shape)}; q has {q.shape[1]} heads, so it must be [{q.shape[1]}]"
+            )
+    if topk_length is not None:
+        _check_dtype("topk_length", topk_length, (torch.int32, torch.int64))
+        _check_device(q, "topk_length", topk_length)
+        if topk_length.shape != q.shape[:1]:
+            raise ValueError(
+                f"topk_length has shape {list(topk_length.shape)}; q has {q.shape[0]} tokens, "
+                f"so it must be [{q.shape[0]}]"
+            )
+
+
+def check_requests(q: torch.Tensor, indices: torch.Tensor, topk_length: torch.Tensor | None) -> None:
+    """q [B, next_n, heads, D], indices [B, next_n, k], topk_length [B, next_n]."""
+    for name, tensor, form in (("q", q, "[B, next_n, heads, head size]"), ("indices", indices, "[B, next_n, k]")):
+        if not isinstance(tensor, torch.Tensor):
+            raise TypeError(f"{name} is {type(tensor).__name__}; it must be a torch.Tensor")
+        if tensor.ndim != form.count(",") + 1:
+            raise ValueError(f"{name} has shape {list(tensor.shape)}; it must be {form}")
+    if indices.shape[:2] != q.shape[:2]:
+        raise ValueError(f"indices has shape {list(indices.shape)}; q has {list(q.shape[:2])} requests and tokens")
+    if topk_length is not None and topk_length.shape != q.shape[:2]:
+        raise ValueError(f"topk_length has shape {list(topk_length.shape)}; it must be {list(q.shape[:2])}")
 
 
 def check_indices(q: torch.Tensor, indices: torch.Tensor) -> None:

@@ -1,0 +1,284 @@
+"""cache in Triton, for AMD and NVIDIA alike: a program per token, whatever the operation.
+
+write_index, write_latent (fp8): the token's values, their amax, scale and quotients in registers, then bytes.
+write and gather of plain caches: the bits of a token, copied.
+gather_index: a program finds its request by bisection of the cumulative lengths, then copies a key and its scale.
+gather_latent (fp8): bytes back to floats, times the scale of their tile.
+
+fp8 is made and read by integer arithmetic on the bits of a float32, not by the chip's conversions: so e4m3fn and
+e4m3fnuz give the same bytes on every chip and in Triton's interpreter. The division is the correctly rounded one.
+Cost: a token is read once and written once; offsets are 64-bit; no shared memory beyond a reduction.
+"""
+
+import contextlib
+
+import torch
+import triton
+import triton.language as tl
+
+from keysift.layout import FLOOR, LARGEST, TILE, IndexLayout, LatentLayout
+
+#: Integers as wide as the numbers of a plain cache, which only moves bits.
+BITS = {4: torch.int32, 2: torch.int16}
+
+
+def run(operation: str, *arguments: object) -> None:
+    """Launch `operation` on the current stream."""
+    OPERATIONS[operation](*arguments)  # type: ignore[operator]
+
+
+def _write_index(k: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor, layout: IndexLayout) -> None:
+    size, dim = layout.page_size, layout.head_dim
+    with _device(cache):
+        if not layout.is_fp8:
+            _write_plain(k, cache, slots, size, dim)
+            return
+        write_fp8_kernel[(k.shape[0], 1)](
+            k, cache, cache, slots, *k.stride(), cache.stride(0), slots.stride(0), size, dim,
+            TOKEN_BYTES=dim, SCALES_FIRST=size * dim, SCALES_EACH=4, WIDTH=triton.next_power_of_2(dim),
+            LARGEST=LARGEST[layout.format], FLOOR=FLOOR, POWER_OF_TWO=layout.scale == "ue8m0",
+            FNUZ=layout.format == "e4m3fnuz", ROPE=0, num_warps=1,
+        )  # fmt: skip
+
+
+def _write_latent(latent: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor, layout: LatentLayout) -> None:
+    with _device(cache):
+        if not layout.is_fp8:
+            _write_plain(latent, cache, slots, layout.page_size, layout.dim)
+            return
+        tiles = layout.value_dim // TILE
+        rope = latent[:, layout.value_dim :].to(torch.bfloat16).view(torch.uint8)  # its bytes
+        write_fp8_kernel[(latent.shape[0], tiles + (1 if layout.rope_dim else 0))](
+            latent, cache, rope, slots, *latent.stride(), cache.stride(0), slots.stride(0), layout.page_size, TILE,
+            TOKEN_BYTES=layout.width, SCALES_FIRST=layout.value_dim, SCALES_EACH=layout.width, WIDTH=TILE,
+            LARGEST=LARGEST[layout.format], FLOOR=FLOOR, POWER_OF_TWO=False, FNUZ=layout.format == "e4m3fnuz",
+            ROPE=2 * layout.rope_dim, num_warps=1,
+        )  # fmt: skip
+
+
+def _write_plain(x: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor, page_size: int, width: int) -> None:
+    bits = BITS[cache.element_size()]
+    x, cache = x.to(cache.dtype).view(bits), cache.view(bits)
+    copy_kernel[(x.shape[0],)](
+        x, cache, slots, *x.stride(), cache.stride(0), slots.stride(0), page_size, width,
+        WIDTH=triton.next_power_of_2(width), TO_CACHE=True,
+    )  # fmt: skip
+
+
+def _gather_index(
+    cache: torch.Tensor,
+    block_table: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    layout: IndexLayout,
+    out: torch.Tensor,
+    out_scale: torch.Tensor | None,
+) -> None:
+    size, dim = layout.page_size, layout.head_dim
+    bits = torch.uint8 if layout.is_fp8 else BITS[cache.element_size()]
+    scales = out if out_scale is None else out_scale  # never written where there are none
+    scale_bytes = scales.view(torch.uint8) if out_scale is not None else scales.view(bits)
+    stride = 4 * out_scale.stride(0) if out_scale is not None else 0
+    with _device(cache):
+        gather_index_kernel[(out.shape[0],)](
+            cache.view(bits), block_table, cu_seqlens, out.view(bits), scale_bytes,
+            cache.stride(0), *block_table.stride(), cu_seqlens.stride(0), out.stride(0), stride,
+            block_table.shape[0], size, dim, WIDTH=triton.next_power_of_2(dim), SCALES=layout.is_fp8, num_warps=1,
+        )  # fmt: skip
+
+
+def _gather_latent(cache: torch.Tensor, slots: torch.Tensor, layout: LatentLayout, out: torch.Tensor) -> None:
+    rows, size = slots.shape[0], layout.page_size
+    with _device(cache):
+        if not layout.is_fp8:
+            result = out if out.dtype == cache.dtype else torch.empty_like(out, dtype=cache.dtype)
+            bits = BITS[cache.element_size()]
+            copied, source = result.view(bits), cache.view(bits)
+            copy_kernel[(rows,)](
+                copied, source, slots, *copied.stride(), source.stride(0), slots.stride(0), size, layout.dim,
+                WIDTH=triton.next_power_of_2(layout.dim), TO_CACHE=False,
+            )  # fmt: skip
+            if result is not out:
+                out.copy_(result)
+            return
+        result = out if out.dtype == torch.float32 else torch.empty_like(out, dtype=torch.float32)
+        gather_latent_kernel[(rows, layout.value_dim // TILE + 1)](
+            cache, slots, result, cache.stride(0), slots.stride(0), *result.stride(), size,
+            TOKEN_BYTES=layout.width, VALUE_DIM=layout.value_dim, ROPE_DIM=layout.rope_dim, TILE=TILE,
+            ROPE_WIDTH=triton.next_power_of_2(max(layout.rope_dim, 1)), FNUZ=layout.format == "e4m3fnuz", num_warps=1,
+        )  # fmt: skip
+        if result is not out:
+            out.copy_(result)
+
+
+OPERATIONS = {
+    "write_index": _write_index,
+    "write_latent": _write_latent,
+    "gather_index": _gather_index,
+    "gather_latent": _gather_latent,
+}
+
+
+def _device(tensor: torch.Tensor) -> contextlib.AbstractContextManager[object]:
+    """Triton launches on the current device; the interpreter has none."""
+    return torch.cuda.device(tensor.device) if tensor.is_cuda else contextlib.nullcontext()
+
+
+@triton.jit
+def to_fp8(x, FNUZ: tl.constexpr):
+    """The byte of float32 numbers within the format's range: to the nearest, ties to even."""
+    bits = x.to(tl.uint32, bitcast=True)
+    sign = (bits >> 24) & 0x80
+    magnitude = bits & 0x7FFFFFFF
+    # Exponents are biased by 127 here and by 7 (8) there; the least normal number is 2**-6 (2**-7).
+    bias: tl.constexpr = 952 if FNUZ else 960
+    least: tl.constexpr = 0x3C000000 if FNUZ else 0x3C800000
+    shifter: tl.constexpr = 8192.0 if FNUZ else 16384.0  # its last bit is the step of the subnormal numbers
+    normal = ((magnitude + 0x7FFFF + ((magnitude >> 20) & 1)) >> 20) - bias
+    absolute = magnitude.to(tl.float32, bitcast=True)
+    small = tl.where(magnitude < least, absolute, 0.0) + shifter
+    subnormal = small.to(tl.uint32, bitcast=True) & 0x7FFFFF
+    code = tl.where(magnitude < least, subnormal, normal)
+    if FNUZ:  # the byte 0x80 is NaN, and there is one zero
+        code = tl.where(code == 0, code, code | sign)
+        return tl.where(magnitude > 0x7F800000, 0x80, code).to(tl.uint8)
+    return (tl.where(magnitude > 0x7F800000, 0x7F, code) | sign).to(tl.uint8)
+
+
+@triton.jit
+def from_fp8(code, FNUZ: tl.constexpr):
+    """Bytes as float32."""
+    code = code.to(tl.int32)
+    magnitude = code & 0x7F
+    bias: tl.constexpr = 119 if FNUZ else 120
+    step: tl.constexpr = 0.0009765625 if FNUZ else 0.001953125
+    normal = ((magnitude << 20) + (bias << 23)).to(tl.float32, bitcast=True)
+    x = tl.where(magnitude < 8, magnitude.to(tl.float32) * step, normal)
+    x = tl.where(code > 127, -x, x)
+    not_a_number = (code == 0x80) if FNUZ else (magnitude == 0x7F)
+    return tl.where(not_a_number, float("nan"), x)
+
+
+@triton.jit(do_not_specialize=["page_size"])
+def write_fp8_kernel(
+    x_ptr, cache_ptr, rope_ptr, slots_ptr, stride_x, stride_x_column, stride_page, stride_slots, page_size, dim,
+    TOKEN_BYTES: tl.constexpr, SCALES_FIRST: tl.constexpr, SCALES_EACH: tl.constexpr, WIDTH: tl.constexpr,
+    LARGEST: tl.constexpr, FLOOR: tl.constexpr, POWER_OF_TWO: tl.constexpr, FNUZ: tl.constexpr, ROPE: tl.constexpr,
+):  # fmt: skip
+    """Program (token, tile): `dim` values that share a scale; the tile behind the last is the rotary part's bytes.
+
+    In a page, token `offset` has its values from TOKEN_BYTES * offset on, and its scales from SCALES_FIRST +
+    SCALES_EACH * offset on.
+    """
+    token = tl.program_id(0).to(tl.int64)
+    tile = tl.program_id(1)
+    slot = tl.load(slots_ptr + token * stride_slots).to(tl.int64)
+    if slot >= 0:
+        offset = slot % page_size
+        page_ptr = cache_ptr + slot // page_size * stride_page
+        column = tl.arange(0, WIDTH)
+        if (ROPE > 0) & (tile == tl.num_programs(1) - 1):
+            first = TOKEN_BYTES * offset + TOKEN_BYTES - ROPE
+            for begin in range(0, ROPE, WIDTH):
+                inside = begin + column < ROPE
+                byte = tl.load(rope_ptr + token * ROPE + begin + column, mask=inside)
+                tl.store(page_ptr + first + begin + column, byte, mask=inside)
+        else:
+            inside = column < dim
+            address = x_ptr + token * stride_x + (tile * dim + column).to(tl.int64) * stride_x_column
+            x = tl.load(address, mask=inside, other=0.0)
+            if x.dtype == tl.bfloat16:  # by its bits, as the interpreter's cast loses denormals
+                x = (x.to(tl.int16, bitcast=True).to(tl.int32) << 16).to(tl.float32, bitcast=True)
+            x = x.to(tl.float32)
+            absolute = tl.abs(x)
+            amax = tl.max(tl.where(absolute < float("inf"), absolute, 0.0), 0)
+            scale = tl.div_rn(tl.maximum(amax, FLOOR), amax * 0.0 + LARGEST)
+            if POWER_OF_TWO:
+                scale = ((scale.to(tl.int32, bitcast=True) + 0x7FFFFF) & 0x7F800000).to(tl.float32, bitcast=True)
+            y = tl.div_rn(x, tl.zeros_like(x) + scale)
+            y = tl.where(y > LARGEST, LARGEST, tl.where(y < -LARGEST, -LARGEST, y))  # NaN stays
+            tl.store(page_ptr + TOKEN_BYTES * offset + tile * dim + column, to_fp8(y, FNUZ), mask=inside)
+            byte = tl.arange(0, 4)
+            bits = scale.to(tl.int32, bitcast=True) >> (8 * byte)
+            place = SCALES_FIRST + SCALES_EACH * offset + 4 * tile
+            tl.store(page_ptr + place + byte, (bits & 0xFF).to(tl.uint8))
+
+
+@triton.jit(do_not_specialize=["page_size"])
+def copy_kernel(
+    x_ptr, cache_ptr, slots_ptr, stride_x, stride_x_column, stride_page, stride_slots, page_size, width,
+    WIDTH: tl.constexpr, TO_CACHE: tl.constexpr,
+):  # fmt: skip
+    """Program token: its bits to the cache, or from it, zeros where it has no slot."""
+    token = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slots_ptr + token * stride_slots).to(tl.int64)
+    column = tl.arange(0, WIDTH)
+    inside = column < width
+    x_ptr += token * stride_x + column.to(tl.int64) * stride_x_column
+    cache_ptr += slot // page_size * stride_page + slot % page_size * width + column
+    present = column < tl.where(slot >= 0, width, 0)
+    if TO_CACHE:
+        tl.store(cache_ptr, tl.load(x_ptr, mask=inside), mask=present)
+    else:
+        tl.store(x_ptr, tl.load(cache_ptr, mask=present, other=0), mask=inside)
+
+
+@triton.jit(do_not_specialize=["requests", "page_size"])
+def gather_index_kernel(
+    cache_ptr, table_ptr, ends_ptr, out_ptr, scale_ptr,
+    stride_page, stride_table, stride_table_page, stride_ends, stride_out, stride_scale, requests, page_size, dim,
+    WIDTH: tl.constexpr, SCALES: tl.constexpr,
+):  # fmt: skip
+    """Program row: the key at this place among all requests'."""
+    row = tl.program_id(0).to(tl.int64)
+    if row < tl.load(ends_ptr + requests * stride_ends):
+        low = row * 0  # the last request that begins at or before this row
+        high = low + requests
+        while high - low > 1:
+            middle = (low + high) // 2
+            begins_before = tl.load(ends_ptr + middle * stride_ends) <= row
+            low = tl.where(begins_before, middle, low)
+            high = tl.where(begins_before, high, middle)
+        position = row - tl.load(ends_ptr + low * stride_ends)
+        offset = position % page_size
+        page = tl.load(table_ptr + low * stride_table + position // page_size * stride_table_page).to(tl.int64)
+        page_ptr = cache_ptr + page * stride_page
+        column = tl.arange(0, WIDTH)
+        inside = column < dim
+        value = tl.load(page_ptr + offset * dim + column, mask=inside)
+        tl.store(out_ptr + row * stride_out + column, value, mask=inside)
+        if SCALES:
+            byte = tl.arange(0, 4)
+            bits = tl.load(page_ptr + page_size * dim + 4 * offset + byte)
+            tl.store(scale_ptr + row * stride_scale + byte, bits)
+
+
+@triton.jit(do_not_specialize=["page_size"])
+def gather_latent_kernel(
+    cache_ptr, slots_ptr, out_ptr, stride_page, stride_slots, stride_out, stride_out_column, page_size,
+    TOKEN_BYTES: tl.constexpr, VALUE_DIM: tl.constexpr, ROPE_DIM: tl.constexpr, TILE: tl.constexpr,
+    ROPE_WIDTH: tl.constexpr, FNUZ: tl.constexpr,
+):  # fmt: skip
+    """Program (token, tile): 128 values times their scale; the tile behind the last is the rotary part."""
+    token = tl.program_id(0).to(tl.int64)
+    tile = tl.program_id(1)
+    slot = tl.load(slots_ptr + token * stride_slots).to(tl.int64)
+    present = tl.where(slot >= 0, 1, 0)  # times a length: how much of it is read
+    token_ptr = cache_ptr + slot // page_size * stride_page + slot % page_size * TOKEN_BYTES
+    out_ptr += token * stride_out
+    if tile < VALUE_DIM // TILE:
+        column = tile * TILE + tl.arange(0, TILE)
+        code = tl.load(token_ptr + column, mask=column < VALUE_DIM * present, other=0)
+        byte = tl.arange(0, 4)
+        part = tl.load(token_ptr + VALUE_DIM + 4 * tile + byte, mask=byte < 4 * present, other=0)
+        bits = tl.sum(part.to(tl.int32) << (8 * byte), 0)
+        x = from_fp8(code, FNUZ) * bits.to(tl.float32, bitcast=True)
+        tl.store(out_ptr + column.to(tl.int64) * stride_out_column, x)
+    else:
+        rotary = tl.arange(0, ROPE_WIDTH)
+        first = TOKEN_BYTES - 2 * ROPE_DIM + 2 * rotary
+        read = rotary < ROPE_DIM * present
+        low = tl.load(token_ptr + first, mask=read, other=0).to(tl.int32)
+        high = tl.load(token_ptr + first + 1, mask=read, other=0).to(tl.int32)
+        turned = ((high << 24) | (low << 16)).to(tl.float32, bitcast=True)
+        place = (VALUE_DIM + rotary).to(tl.int64) * stride_out_column
+        tl.store(out_ptr + place, turned, mask=rotary < ROPE_DIM)
