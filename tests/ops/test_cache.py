@@ -80,20 +80,21 @@ def test_index_keys_have_the_same_bytes_from_every_kernel(kernel, format, page_s
 
 
 @each_kernel
-@pytest.mark.parametrize("format", ["e4m3fn", "bfloat16", "float32"])
+@pytest.mark.parametrize("format", ["e4m3fn", "bfloat16", "float16", "float32"])
 @pytest.mark.parametrize(("value_dim", "rope_dim"), [(512, 64), (128, 2), (256, 0)])
-def test_latents_have_the_same_bytes_from_every_kernel(kernel, format, value_dim, rope_dim):
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_latents_have_the_same_bytes_from_every_kernel(kernel, format, value_dim, rope_dim, dtype):
     layout = LatentLayout(format, 4, value_dim, rope_dim)
-    latent = values_with_everything(10, value_dim + rope_dim, 3)
+    latent = values_with_everything(10, value_dim + rope_dim, 3, dtype)
     slots = torch.tensor([3, 2, 15, 0, -1, 9, 12, -5, 7, 8])
     found, wanted = filled(layout, 4), filled(layout, 4)
     write_latent_cache(latent, found, slots, layout, kernel=kernel)
     write_latent_cache(latent, wanted, slots, layout, kernel="reference")
     assert torch.equal(found.view(torch.uint8), wanted.view(torch.uint8))
     slots = torch.cat((slots, torch.tensor([-(2**31)])))
-    for dtype in (torch.float32, torch.bfloat16):
-        numbers = gather_latent_cache(found, slots, layout, dtype=dtype, kernel=kernel)
-        right = gather_latent_cache(found, slots, layout, dtype=dtype, kernel="reference")
+    for result in (torch.float32, torch.bfloat16, torch.float16):
+        numbers = gather_latent_cache(found, slots, layout, dtype=result, kernel=kernel)
+        right = gather_latent_cache(found, slots, layout, dtype=result, kernel="reference")
         torch.testing.assert_close(numbers, right, rtol=0, atol=0, equal_nan=True)
         assert (numbers[slots < 0] == 0).all()
 
@@ -176,6 +177,23 @@ def test_strided_pools_keep_what_lies_between_the_pages(kernel, format):
         dense, torch.tensor([[2, 0, 1]]), torch.tensor([0, 12]), 12, plain, kernel="reference"
     )
     assert torch.equal(k.view(torch.uint8), wanted.view(torch.uint8))
+
+
+@each_kernel
+def test_a_single_page_may_have_any_stride_in_its_first_dimension(kernel):
+    index, latent = IndexLayout("e4m3fn", 1, 128), LatentLayout("e4m3fn", 1, 128, 4)
+    keys, latents = torch.randn(1, 128), torch.randn(1, 132)
+    slot = torch.tensor([0])
+    odd = torch.zeros(400, dtype=torch.uint8).as_strided((1, 1, index.width), (133, 1, 1))
+    even = index.empty(1)
+    for cache in (odd, even):
+        write_index_cache(keys, cache, slot, index, kernel=kernel)
+    assert torch.equal(odd, even)
+    odd = torch.zeros(400, dtype=torch.uint8).as_strided((1, 1, latent.width), (141, 1, 1))
+    even = latent.empty(1)
+    for cache in (odd, even):
+        write_latent_cache(latents, cache, slot, latent, kernel=kernel)
+    assert torch.equal(odd, even)
 
 
 @each_kernel
