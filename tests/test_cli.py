@@ -11,13 +11,20 @@ from typer.testing import CliRunner
 
 from keysift import dispatch
 from keysift.__main__ import app
+from keysift.ops.cache import api as cache_api
 from keysift.ops.score import api as score_api
 from keysift.ops.select import api as select_api
 from keysift.ops.select import reference
 from keysift.ops.sparse_mla import api as sparse_mla_api
+from keysift.testing import cache as cache_kit
 from keysift.testing.lines import LINES
 
-TABLES = {"score": score_api.KERNELS, "select": select_api.KERNELS, "sparse_mla": sparse_mla_api.KERNELS}
+TABLES = {
+    "cache": cache_api.KERNELS,
+    "score": score_api.KERNELS,
+    "select": select_api.KERNELS,
+    "sparse_mla": sparse_mla_api.KERNELS,
+}
 
 
 def run(*words):
@@ -106,12 +113,21 @@ def test_bad_options_are_named_and_exit_with_2(words, message):
 
 
 def test_check_shows_every_line_and_exits_with_0():
-    done = run("check", "--tier", "tiny", "--device", "cpu", "--kernel", "reference")
+    done = run("check", "--tier", "tiny", "--device", "cpu", "--kernel", "reference", "--stage", "select")
     assert done.exit_code == 0, done.output
     assert "reference: keeps the contract (tier tiny, seed 0)" in done.output
     for line in LINES:
         assert re.search(rf"{re.escape(line)} +│ passed [1-9]", done.output), line
     assert done.output.rstrip().endswith("kernels judged: 1; all keep the contract")
+
+
+def test_check_judges_cache():
+    done = run("check", "--device", "cpu", "--stage", "cache")
+    assert done.exit_code == 0, done.output
+    for kernel in ("cpu", "reference"):
+        assert f"cache {kernel}: keeps the contract" in done.output
+    for line in cache_kit.LINES:
+        assert re.search(rf"{re.escape(line)} +│ passed [1-9]", done.output), line
 
 
 def test_check_exits_with_1_when_a_line_is_broken(monkeypatch, fresh_choices):
@@ -122,7 +138,7 @@ def test_check_exits_with_1_when_a_line_is_broken(monkeypatch, fresh_choices):
         out.copy_(torch.where(out == 0, 1, out))
 
     monkeypatch.setattr(dispatch, "_load", lambda entry: shifted)
-    done = run("check", "--tier", "tiny", "--kernel", "reference", "--device", "cpu")
+    done = run("check", "--tier", "tiny", "--kernel", "reference", "--device", "cpu", "--stage", "select")
     assert done.exit_code == 1
     assert "reference: breaks the contract" in done.output
     assert done.output.rstrip().endswith("broken: reference")

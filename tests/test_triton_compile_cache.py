@@ -6,7 +6,7 @@ pytest.importorskip("triton")
 from compiling import TARGETS, compiled, spills
 from keysift.ops.cache import kernel_triton as kernels
 
-BYTES = {"cache_ptr": "*u8", "slots_ptr": "*i64", "scale_ptr": "*u8", "out_ptr": "*u8"}
+BYTES = {"cache_ptr": "*u8", "slots_ptr": "*i64", "out_ptr": "*u8"}
 INDEX = {"TOKEN_BYTES": 128, "SCALES_FIRST": 8192, "SCALES_EACH": 4, "WIDTH": 128, "LARGEST": 448.0, "FLOOR": 1e-4}
 LATENT = {"TOKEN_BYTES": 656, "SCALES_FIRST": 512, "SCALES_EACH": 656, "WIDTH": 128, "LARGEST": 448.0, "FLOOR": 1e-4}
 CASES = {

@@ -7,6 +7,7 @@ import torch
 
 from keysift.layout import FP8, LARGEST, IndexLayout, LatentLayout
 from keysift.ops.cache import gather_index_cache, gather_latent_cache, write_index_cache, write_latent_cache
+from keysift.testing import check_cache
 
 if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("needs TRITON_INTERPRET=1, set before Triton is imported", allow_module_level=True)
@@ -33,6 +34,12 @@ def both(layout, pages, write):
         write(cache, kernel)
         left.append(torch.tensor(cache.untyped_storage().tolist(), dtype=torch.uint8))
     return left
+
+
+@pytest.mark.filterwarnings("ignore:overflow encountered in cast")  # of the interpreter, where float16 overflows
+def test_the_kit_passes():
+    report = check_cache("triton")
+    assert report.ok, str(report)
 
 
 @pytest.mark.parametrize("format", FORMATS)

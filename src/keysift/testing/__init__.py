@@ -6,9 +6,24 @@
 True
 """
 
+from .cache import cache_kernels, check_cache
 from .cases import Case, cases
 from .kit import check_select
 from .report import Report
 from .selectors import FEATURES, Selector, select_kernels
 
-__all__ = ["FEATURES", "Case", "Report", "Selector", "cases", "check_select", "select_kernels"]
+#: The stages beside select, by name: their kernels on a device, with what each lacks there, and the judgement of one.
+STAGES = {"cache": (cache_kernels, check_cache)}
+
+__all__ = [
+    "FEATURES",
+    "STAGES",
+    "Case",
+    "Report",
+    "Selector",
+    "cache_kernels",
+    "cases",
+    "check_cache",
+    "check_select",
+    "select_kernels",
+]

@@ -72,13 +72,11 @@ def _gather_index(
 ) -> None:
     size, dim = layout.page_size, layout.head_dim
     bits = torch.uint8 if layout.is_fp8 else BITS[cache.element_size()]
-    scales = out if out_scale is None else out_scale  # never written where there are none
-    scale_bytes = scales.view(torch.uint8) if out_scale is not None else scales.view(bits)
-    stride = 4 * out_scale.stride(0) if out_scale is not None else 0
+    scales = out.view(bits) if out_scale is None else _bits(out_scale)  # never written where there are none
     with _device(cache):
         gather_index_kernel[(out.shape[0],)](
-            cache.view(bits), block_table, cu_seqlens, out.view(bits), scale_bytes,
-            cache.stride(0), *block_table.stride(), cu_seqlens.stride(0), out.stride(0), stride,
+            cache.view(bits), block_table, cu_seqlens, out.view(bits), scales,
+            cache.stride(0), *block_table.stride(), cu_seqlens.stride(0), out.stride(0), scales.stride(0),
             block_table.shape[0], size, dim, WIDTH=triton.next_power_of_2(dim), SCALES=layout.is_fp8, num_warps=1,
         )  # fmt: skip
 
@@ -274,8 +272,8 @@ def gather_index_kernel(
         tl.store(out_ptr + row * stride_out + column, value, mask=inside)
         if SCALES:
             byte = tl.arange(0, 4)
-            bits = tl.load(page_ptr + tl.cast(page_size, tl.int64) * dim + 4 * offset + byte)
-            tl.store(scale_ptr + row * stride_scale + byte, bits)
+            part = tl.load(page_ptr + tl.cast(page_size, tl.int64) * dim + 4 * offset + byte)
+            tl.store(scale_ptr + row * stride_scale, tl.sum(part.to(tl.int32) << (8 * byte), 0))
 
 
 @triton.jit(do_not_specialize=["page_size"])
