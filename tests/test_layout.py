@@ -44,7 +44,7 @@ LONGER = {
     "src/keysift/benchmarks/__init__.py": (90, "the options of `keysift bench`, one a line"),
     "src/keysift/ops/cache/api.py": (325, "five public functions, each with its docstring"),
 }
-ALL_OF_SRC = 10000  # grows with each stage's kernels
+ALL_OF_SRC = 11000  # grows with each stage's kernels
 PUBLIC_NAMES = 20
 
 

@@ -74,9 +74,8 @@ def check_request_values(
     lengths = cu_seqlens.diff()
     most = block_table.shape[1] * layout.page_size
     _refuse_first("cu_seqlens", cu_seqlens[:1], cu_seqlens[:1] != 0, "0 at the beginning")
-    _refuse_first(
-        "cu_seqlens", cu_seqlens[1:], (lengths < 0) | (lengths > most), f"0 to {most} more than the one before it"
-    )
+    wrong = torch.nn.functional.pad((lengths < 0) | (lengths > most), (1, 0))
+    _refuse_first("cu_seqlens", cu_seqlens, wrong, f"0 to {most} more than the one before it")
     _refuse_first("cu_seqlens", cu_seqlens, cu_seqlens > tokens, f"at most tokens, which is {tokens}")
     first = torch.arange(block_table.shape[1], device=cache.device) * layout.page_size
     bad = (first < lengths[:, None]) & ((block_table < 0) | (block_table >= cache.shape[0]))
