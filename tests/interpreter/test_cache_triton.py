@@ -112,3 +112,30 @@ def test_every_float32_near_every_boundary_of_fp8(format):
     values, scales = layout.views(cache)
     assert (scales == 1).all()
     assert torch.equal(values[0].view(torch.uint8), keys.to(FP8[format]).view(torch.uint8))
+
+
+@pytest.mark.parametrize("integers", [torch.int32, torch.int64])
+def test_offsets_beyond_four_gigabytes(integers):
+    """Pages a megabyte apart, of which two are touched; all four operations, either integer."""
+    try:
+        pool = torch.empty(5000 << 20, dtype=torch.uint8)
+    except RuntimeError:
+        pytest.skip("no 5 GB of address space")
+    keys, latents = IndexLayout("e4m3fn", 4, 8), LatentLayout("e4m3fn", 4, 128, 4)
+    slots, table = (
+        torch.tensor([4999 * 4 + 3, 4500 * 4], dtype=integers),
+        torch.tensor([[4500], [4999]], dtype=integers),
+    )
+    ends, x = torch.tensor([0, 1, 5], dtype=integers), torch.randn(2, 132)
+    found = []
+    for kernel in ("triton", "reference"):
+        pool.view(5000, -1)[[4500, 4999], :1024] = 0
+        cache = pool.as_strided((5000, 4, keys.width), (1 << 20, keys.width, 1))
+        write_index_cache(x[:, :8], cache, slots, keys, kernel=kernel)
+        k, scale = gather_index_cache(cache, table, ends, 5, keys, kernel=kernel)
+        cache = pool[512:].as_strided((5000, 4, latents.width), (1 << 20, latents.width, 1), 1024)
+        write_latent_cache(x, cache, slots, latents, kernel=kernel)
+        found.append((k.view(torch.uint8), scale, gather_latent_cache(cache, slots, latents, kernel=kernel)))
+    for one, other in zip(*found, strict=True):
+        assert torch.equal(one, other)
+    assert found[0][2].abs().sum() > 0

@@ -295,19 +295,22 @@ def test_lengths_add_up_to_where_requests_end():
 
 
 def test_the_operators_trace():
-    """`torch.compile` in one graph, and torch's own check of an operator."""
-    layout = IndexLayout("e4m3fn", 4, 8)
+    """`torch.compile` in one graph."""
+    keys, latents = IndexLayout("e4m3fn", 4, 8, "ue8m0"), LatentLayout("e4m3fn", 4, 128, 4)
 
-    def step(k, cache, slots, table, ends):
-        write_index_cache(k, cache, slots, layout)
-        return gather_index_cache(cache, table, ends, 6, layout)
+    def step(x, key_cache, latent_cache, slots, table, lengths):
+        write_index_cache(x[:, :8].contiguous(), key_cache, slots, keys)
+        write_latent_cache(x, latent_cache, slots, latents)
+        k, scale = gather_index_cache(key_cache, table, cumulative_lengths(lengths), 6, keys)
+        return k.view(torch.uint8), scale, gather_latent_cache(latent_cache, slots, latents), key_cache, latent_cache
 
     compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
-    k, slots, table, ends = torch.randn(6, 8), torch.arange(6), torch.tensor([[0, 1]]), torch.tensor([0, 6])
-    found = compiled(k, layout.empty(2).zero_(), slots, table, ends)
-    wanted = step(k, layout.empty(2).zero_(), slots, table, ends)
+    arguments = (torch.arange(6), torch.tensor([[0, 1]]), torch.tensor([6]))
+    x = torch.randn(6, 132)
+    found = compiled(x, keys.empty(2).zero_(), latents.empty(2).zero_(), *arguments)
+    wanted = step(x, keys.empty(2).zero_(), latents.empty(2).zero_(), *arguments)
     for one, other in zip(found, wanted, strict=True):
-        assert torch.equal(one.view(torch.uint8), other.view(torch.uint8))
+        assert torch.equal(one, other)
 
 
 @pytest.mark.parametrize("name", ["write_index", "write_latent", "gather_index", "gather_latent"])

@@ -9,10 +9,13 @@ import torch
 
 from keysift import dispatch
 from keysift.layout import IndexLayout, LatentLayout
-from keysift.ops.cache import gather_index_cache, gather_latent_cache, write_index_cache
+from keysift.ops.cache import gather_index_cache, gather_latent_cache, write_index_cache, write_latent_cache
 
 LAYOUT = IndexLayout("e4m3fn", 4, 8)
+LATENTS = LatentLayout("float32", 3, 6, 2)
 CACHE = torch.zeros(2, 4, 12, dtype=torch.uint8)
+CODES = torch.zeros(8, 8, dtype=torch.uint8).view(torch.float8_e4m3fn)[:5]
+WIDE = torch.zeros(5, 16, dtype=torch.uint8).view(torch.float8_e4m3fn)[:, ::2]
 K, SLOTS, TABLE, ENDS = torch.zeros(3, 8), torch.arange(3), torch.zeros(1, 2, dtype=torch.int32), torch.tensor([0, 5])
 
 
@@ -34,6 +37,18 @@ K, SLOTS, TABLE, ENDS = torch.zeros(3, 8), torch.arange(3), torch.zeros(1, 2, dt
         (lambda: gather_index_cache(CACHE, TABLE, ENDS, 5, LAYOUT, out=K), TypeError, "out is torch.float32"),
         (lambda: gather_latent_cache(K[None], SLOTS, LatentLayout("float32", 3, 6, 2), dtype=torch.int8), TypeError,
          "dtype is torch.int8"),
+        (lambda: gather_index_cache(CACHE, TABLE[0], ENDS, 5, LAYOUT), ValueError, "block_table has shape"),
+        (lambda: gather_index_cache(CACHE, TABLE.to("meta"), ENDS, 5, LAYOUT), ValueError, "block_table is on meta"),
+        (lambda: gather_index_cache(CACHE, TABLE, ENDS, 5.0, LAYOUT), TypeError, "tokens is 5.0"),
+        (lambda: gather_index_cache(CACHE, TABLE, ENDS, 5, LAYOUT, out=CODES[:4]), ValueError, "out has shape"),
+        (lambda: gather_index_cache(CACHE, TABLE, ENDS, 5, LAYOUT, out=WIDE), ValueError, "out has stride 2"),
+        (lambda: gather_index_cache(CACHE, TABLE, ENDS, 5, LAYOUT, out_scale=K[0, :4]), ValueError, "out_scale has"),
+        (lambda: gather_index_cache(K[None], TABLE, ENDS, 3, IndexLayout("float32", 3, 8), out_scale=K[0]), ValueError,
+         "out_scale is given"),
+        (lambda: write_latent_cache(K, K[None], SLOTS, LatentLayout("float32", 3, 6, 1)), ValueError, "cache has"),
+        (lambda: write_latent_cache(K[:, 1:], K[None], SLOTS, LATENTS), ValueError, "latent has shape"),
+        (lambda: gather_latent_cache(K[None], SLOTS[None], LATENTS), ValueError, "slots has shape"),
+        (lambda: gather_latent_cache(K[None], SLOTS, LATENTS, out=K.half()), TypeError, "out is torch.float16"),
         (lambda: IndexLayout("e5m2"), ValueError, "format is 'e5m2'"),
         (lambda: IndexLayout(scale="bf16"), ValueError, "scale is 'bf16'"),
         (lambda: IndexLayout(page_size=0), ValueError, "page_size is 0"),
@@ -42,12 +57,13 @@ K, SLOTS, TABLE, ENDS = torch.zeros(3, 8), torch.arange(3), torch.zeros(1, 2, dt
     ],
 )  # fmt: skip
 def test_refusals_name_the_argument_and_write_nothing(call, error, words):
-    before = CACHE.clone()
+    before, keys_before = CACHE.clone(), K.clone()
     if "cannot run" in words and dispatch.TRITON_INTERPRETS:
         pytest.skip("Triton runs here")
     with pytest.raises(error, match=words):
         call()
     assert torch.equal(CACHE, before)
+    assert torch.equal(K, keys_before)
 
 
 def test_keysift_check_names_the_first_bad_slot():
