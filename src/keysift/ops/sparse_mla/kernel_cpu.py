@@ -25,6 +25,7 @@ def run(
     topk_length: torch.Tensor | None,
     out: torch.Tensor,
     lse: torch.Tensor,
+    workspace: torch.Tensor,
 ) -> None:
     """Write `out` [T, heads, value_dim] and `lse` [T, heads]."""
     if topk_length is not None:
