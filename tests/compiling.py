@@ -21,8 +21,8 @@ TARGETS = {
 
 
 def compiled(kernel, constants, pointers, target, warps, aligned=(), **options):
-    """`kernel` with its pointers as `pointers` says (default *i32) and its numbers too (default i32); names in `aligned`,
-    and every pointer, are multiples of 16.
+    """`kernel` with its pointers as `pointers` says (default *i32) and its numbers too (default i32); names in
+    `aligned`, and every pointer, are multiples of 16.
     """
     signature, attrs = {}, {}
     for place, name in enumerate(kernel.arg_names):

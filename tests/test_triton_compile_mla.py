@@ -1,4 +1,4 @@
-"""The Triton kernels of sparse_mla compile for every chip that we name, with its matrix instructions, and without spills."""
+"""The Triton kernels of sparse_mla compile for every chip that we name, with its matrix instructions, no spills."""
 
 import re
 
@@ -9,6 +9,7 @@ pytest.importorskip("triton")
 from compiling import TARGETS, compiled, spills
 from keysift import dispatch
 from keysift.ops.sparse_mla import kernel_triton as kernels
+from keysift.ops.sparse_mla import kernel_triton_plan as plans
 
 BF16, FP16, FP32, FP8 = torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn
 NAMES = {BF16: "*bf16", FP16: "*fp16", FP32: "*fp32", FP8: "*u8"}
@@ -25,7 +26,13 @@ CASES = {
 }
 #: What multiplies in blocks of 64 heads, and elsewhere.
 WIDE = {"sm_90": r"wgmma\.mma_async", "sm_100": r"tcgen05\.mma"}
-NARROW = {"gfx942": r"v_mfma", "gfx950": r"v_mfma", "sm_80": r"mma\.sync", "sm_90": r"mma\.sync", "sm_100": r"mma\.sync"}
+NARROW = {
+    "gfx942": r"v_mfma",
+    "gfx950": r"v_mfma",
+    "sm_80": r"mma\.sync",
+    "sm_90": r"mma\.sync",
+    "sm_100": r"mma\.sync",
+}
 #: Bytes in memory: blocks of 64 heads put away what the end needs, addresses, and on sm_90 constants of the loop.
 STACK = {("sm_90", 64): 128, ("sm_100", 64): 16}
 
@@ -40,12 +47,12 @@ def test_sparse_mla_compiles_within_the_chip(case, chip):
     target, shared_memory = TARGETS[chip]
     q, kv, heads, latent_dim, rope_dim, rows, _ = CASES[case]
     k = 2048 if rows > 1 else 2040  # not whole tiles, in decode
-    p = kernels.plan(facts(chip), q, kv, rows, heads, latent_dim, rope_dim, k)
+    p = plans.plan(facts(chip), q, kv, rows, heads, latent_dim, rope_dim, k)
     constants = {
         "HEADS": heads, "LATENT_DIM": latent_dim, "ROPE_DIM": rope_dim, "VALUE_DIM": latent_dim, "FP8": kv == FP8,
-        "NATIVE": kernels.has_fp8(facts(chip)), "PAGED": True, "PAGE_SHIFT": 6, "WHOLE": k % p.tile == 0,
+        "NATIVE": plans.has_fp8(facts(chip)), "PAGED": True, "PAGE_SHIFT": 6, "WHOLE": k % p.tile == 0,
         "HAS_LENGTH": rows == 1, "HAS_SINK": p.parts == 1, "COMPUTE": p.compute,
-        "PRECISION": kernels.precision(facts(chip), p), "BLOCK_H": p.block_h, "CHUNK": p.chunk,
+        "PRECISION": plans.precision(facts(chip), p), "BLOCK_H": p.block_h, "CHUNK": p.chunk,
         "ROPE_CHUNK": p.rope_chunk, "TILE": p.tile, "stride_q_dim": 1, "stride_index": 1,
     }  # fmt: skip
     types = {"q_ptr": NAMES[q], "kv_ptr": NAMES[kv], "scales_ptr": "*fp32", "sink_ptr": "*fp32", "lse_ptr": "*fp32"}

@@ -1,7 +1,6 @@
 """sparse_mla: attention over the selected latents. CONTRACT.md, sparse_mla, is what every kernel here means."""
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -10,6 +9,7 @@ from keysift.dispatch import Device, Kernel
 from keysift.layout import LatentLayout
 
 from . import checks
+from . import kernel_triton_plan as plans
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,12 +43,8 @@ def _unmet_triton(problem: Problem) -> list[str]:
         unmet.append(f"column stride of kv is {problem.column_stride}, needs 1")
     if problem.dim > 1024:
         unmet.append(f"head size is {problem.dim}, needs at most 1024")
-    elif not unmet:
-        from .kernel_triton import shared_limit
-
-        wanted, limit = _plan(problem).shared, shared_limit(problem.device)
-        if wanted > limit:
-            unmet.append(f"shared memory is {limit} bytes, needs {wanted} for latents of {problem.dim}")
+    elif (wanted := _plan(problem).shared) > (limit := plans.shared_limit(problem.device)):
+        unmet.append(f"shared memory is {limit} bytes, needs {wanted} for latents of {problem.dim}")
     return unmet
 
 
@@ -64,19 +60,13 @@ def _unmet_gpu(problem: "Problem | Combination") -> list[str]:
     ]
 
 
-def _plan(problem: Problem) -> Any:
-    from .kernel_triton import plan
-
-    latent_dim = problem.latent_dim or problem.value_dim
-    rope_dim = problem.dim - latent_dim
-    return plan(
-        problem.device, problem.dtype, problem.kv_dtype, problem.rows, problem.heads, latent_dim, rope_dim, problem.k
-    )
+def _plan(problem: Problem) -> plans.Plan:
+    p, latent_dim = problem, problem.latent_dim or problem.value_dim
+    return plans.plan(p.device, p.dtype, p.kv_dtype, p.rows, p.heads, latent_dim, p.dim - latent_dim, p.k)
 
 
 def _workspace_triton(problem: Problem) -> int:
-    size: int = _plan(problem).workspace(problem.rows, problem.heads, problem.value_dim)
-    return size
+    return _plan(problem).workspace(problem.rows, problem.heads, problem.value_dim)
 
 
 def _unmet_reference(problem: object) -> list[str]:
@@ -230,8 +220,8 @@ def sparse_mla_workspace_size(
 ) -> int:
     """Bytes of `workspace` with which `sparse_mla` or `sparse_mla_decode` allocates nothing; 0 where none is wanted.
 
-    q, kv, value_dim, layout and kernel are those of the call; k is the width of its indices. The size depends on shapes,
-    dtypes and the device alone. Raises ValueError or TypeError as the call does.
+    q, kv, value_dim, layout and kernel are those of the call; k is the width of its indices. The size depends on
+    shapes, dtypes and the device alone. Raises ValueError or TypeError as the call does.
 
     >>> q, kv = torch.empty(2, 128, 576), torch.empty(64, 576)
     >>> sparse_mla_workspace_size(q, kv, 2048) >= 0
@@ -259,9 +249,9 @@ def combine_partials(
     out     [..., V] of any of these dtypes, default that of outs; lse  float32 [...]; contiguous
     kernel  "triton" or "reference"; it runs or raises
 
-    Returns (out, lse). A part of lse -inf has selected nothing and takes no part, whatever its out holds; where all are,
-    out is 0 and lse -inf. Sums are accumulated in float32, in the order of the parts. A sink belongs to the whole: give
-    it to none of the parts. There is no gradient.
+    Returns (out, lse). A part of lse -inf has selected nothing and takes no part, whatever its out holds; where all
+    are, out is 0 and lse -inf. Sums are accumulated in float32, in the order of the parts. A sink belongs to the whole:
+    give it to none of the parts. There is no gradient.
     Raises ValueError or TypeError before anything is written.
 
     Equivalent to:

@@ -87,14 +87,13 @@ def check_requests(
         raise ValueError(f"indices has shape {list(indices.shape)}; q has {list(q.shape[:2])} requests and tokens")
     if topk_length is not None and topk_length.shape != q.shape[:2]:
         raise ValueError(f"topk_length has shape {list(topk_length.shape)}; it must be {list(q.shape[:2])}")
-    for name, tensor, rank in (("out", out, 4), ("lse", lse, 3)):
-        if tensor is None:
+    for name, given, rank in (("out", out, 4), ("lse", lse, 3)):
+        if given is None:
             continue
-        if not isinstance(tensor, torch.Tensor):
-            raise TypeError(f"{name} is {type(tensor).__name__}; it must be a torch.Tensor")
-        if tensor.ndim != rank or tensor.shape[:2] != q.shape[:2] or not tensor.is_contiguous():
+        _check_dtype(name, given, DTYPES)
+        if given.ndim != rank or given.shape[:2] != q.shape[:2] or not given.is_contiguous():
             raise ValueError(
-                f"{name} has shape {list(tensor.shape)}, strides {list(tensor.stride())}; it must be contiguous and "
+                f"{name} has shape {list(given.shape)}, strides {list(given.stride())}; it must be contiguous and "
                 f"begin with {list(q.shape[:2])}, {rank} dimensions in all"
             )
 

@@ -223,13 +223,13 @@ def combine_kernel(
     lses_ptr += row * stride_lses
     outs_ptr += row * stride_outs
     highest = tl.cast(-float("inf"), tl.float32)
-    for part in range(0, parts):
+    for part in range(parts):
         highest = tl.maximum(highest, tl.load(lses_ptr + tl.cast(part, tl.int64) * stride_lses_part))
     shift = tl.where(highest == -float("inf"), 0.0, highest)
     column = tl.arange(0, BLOCK_V)
     total = tl.cast(0.0, tl.float32)
     acc = tl.zeros((BLOCK_V,), tl.float32)
-    for part in range(0, parts):
+    for part in range(parts):
         place = tl.cast(part, tl.int64)
         weight = tl.exp2((tl.load(lses_ptr + place * stride_lses_part) - shift) * LOG2_E)
         wanted = tl.where(weight == 0.0, 0, VALUE_DIM)  # a part of weight 0 may hold anything
