@@ -134,15 +134,23 @@ def test_parts_combine_as_the_reference_does(dtype):
 
 @pytest.mark.parametrize("format", ["bfloat16", "e4m3fn"])
 def test_slots_beyond_32_bits_of_elements(format):
-    """Pages more than 2**31 elements apart; the memory between them is never touched."""
-    layout = LatentLayout(format, 2, 128, 64, page_stride=2**31 + 1024)
-    cache = layout.empty(2)
-    slots = torch.tensor([0, 3])
+    """A page and its stride in 32 bits, their product not; the memory between the pages is never touched."""
+    layout = LatentLayout(format, 2, 128, 64, page_stride=2**30 + 1024)
+    cache = layout.empty(4)
+    slots = torch.tensor([0, 7])
     keysift.write_latent_cache(torch.randn(2, 192).bfloat16(), cache, slots, layout, kernel="reference")
     numbers = keysift.gather_latent_cache(cache, slots, layout, kernel="reference")
-    q, indices = torch.randn(1, 2, 192), torch.tensor([[3, 0]], dtype=torch.int32)
+    q, indices = torch.randn(1, 2, 192), torch.tensor([[7, 0]], dtype=torch.int32)
     found = keysift.sparse_mla(q, cache, indices, 0.1, value_dim=128, layout=layout, kernel="triton")
     assert_close(found, q, numbers.float(), torch.tensor([[1, 0]]).int(), 0.1, 128)
+
+
+def test_bfloat16_is_rounded_to_nearest():
+    """Queries of zeros give the mean of two latents, exactly until it is rounded."""
+    latents = torch.randn(2, 64).bfloat16()
+    indices = torch.tensor([[0, 1]], dtype=torch.int32)
+    out, _ = keysift.sparse_mla(torch.zeros(1, 1, 64).bfloat16(), latents, indices, 1.0, value_dim=64, kernel="triton")
+    assert torch.equal(out[0, 0], latents.float().mean(0).bfloat16())
 
 
 def test_parts_follow_the_rows_that_there_are():

@@ -219,15 +219,14 @@ def test_a_prefill_in_chunks_is_the_prefill(kernel):
 @pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("format", ["bfloat16", "e4m3fn"])
 def test_slots_beyond_32_bits_of_elements(kernel, format):
-    """Pages more than 2**31 elements apart; the memory between them is never touched."""
-    stride = 2**31 + 1024
-    layout = LatentLayout(format, 2, 128, 64, page_stride=stride)
-    cache = layout.empty(3)
+    """A page and its stride in 32 bits, their product not; the memory between the pages is never touched."""
+    layout = LatentLayout(format, 2, 128, 64, page_stride=2**30 + 1024)
+    cache = layout.empty(4)
     latents = torch.randn(3, 192).bfloat16()
-    slots = torch.tensor([1, 5, 2])
+    slots = torch.tensor([1, 7, 2])
     keysift.write_latent_cache(latents, cache, slots, layout)
     numbers = keysift.gather_latent_cache(cache, slots, layout)
-    q, indices = torch.randn(1, 2, 192).bfloat16(), torch.tensor([[5, -1, 1, 2]], dtype=torch.int32)
+    q, indices = torch.randn(1, 2, 192).bfloat16(), torch.tensor([[7, -1, 1, 2]], dtype=torch.int32)
     found = keysift.sparse_mla(q, cache, indices, 0.1, value_dim=128, layout=layout, kernel=kernel)
     wanted = keysift.sparse_mla(
         q, numbers, torch.tensor([[1, -1, 0, 2]], dtype=torch.int32), 0.1, value_dim=128, kernel=kernel
