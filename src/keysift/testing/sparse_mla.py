@@ -77,7 +77,8 @@ class Call:
 def build(case: Attention, device: torch.device | str, seed: int) -> Call:
     """Random tensors; whatever is not selected is NaN, and so is the room between pages."""
     generator = torch.Generator().manual_seed(seed)
-    slots = 64 * (2 * case.k // 64 + 1) * max(case.page_size, 1)
+    size = max(case.page_size, 1)
+    slots = size * (2 * case.k // size + 2)
     q = (torch.randn(case.tokens, case.heads, case.dim, generator=generator) * case.spread**0.5).to(case.dtype)
     indices = torch.stack([torch.randperm(slots, generator=generator)[: case.k] for _ in range(case.tokens)]).int()
     place, chance = torch.arange(case.k), torch.rand(case.tokens, case.k, generator=generator)
@@ -93,7 +94,7 @@ def build(case: Attention, device: torch.device | str, seed: int) -> Call:
     used = indices if lengths is None else indices.where(place < lengths[:, None], -1)
     used = used[used >= 0].long().unique()
     latents = (torch.randn(len(used), case.dim, generator=generator) * case.spread**0.5).to(case.dtype)
-    size = case.page_size or slots
+    size = case.page_size or slots  # one piece is one page
     numbers = torch.full((slots, case.dim), torch.nan, dtype=torch.float64)
     layout = None
     if case.fp8:
