@@ -21,8 +21,8 @@ TARGETS = {
 
 
 def compiled(kernel, constants, pointers, target, warps, aligned=(), **options):
-    """`kernel` with its pointers as `pointers` says (default *i32) and other numbers i32; names in `aligned`, and every
-    pointer, are multiples of 16.
+    """`kernel` with its pointers as `pointers` says (default *i32) and its numbers too (default i32); names in
+    `aligned`, and every pointer, are multiples of 16.
     """
     signature, attrs = {}, {}
     for place, name in enumerate(kernel.arg_names):
@@ -32,7 +32,7 @@ def compiled(kernel, constants, pointers, target, warps, aligned=(), **options):
             signature[name] = pointers.get(name, "*i32")
             attrs[(place,)] = [["tt.divisibility", 16]]
         else:
-            signature[name] = "i32"
+            signature[name] = pointers.get(name, "i32")
             if name in aligned:
                 attrs[(place,)] = [["tt.divisibility", 16]]
     source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attrs)

@@ -106,12 +106,21 @@ def test_bad_options_are_named_and_exit_with_2(words, message):
 
 
 def test_check_shows_every_line_and_exits_with_0():
-    done = run("check", "--tier", "tiny", "--device", "cpu", "--kernel", "reference")
+    done = run("check", "--tier", "tiny", "--device", "cpu", "--kernel", "reference", "--stage", "select")
     assert done.exit_code == 0, done.output
     assert "reference: keeps the contract (tier tiny, seed 0)" in done.output
     for line in LINES:
         assert re.search(rf"{re.escape(line)} +│ passed [1-9]", done.output), line
     assert done.output.rstrip().endswith("kernels judged: 1; all keep the contract")
+
+
+def test_check_judges_the_other_stages_too():
+    done = run("check", "--device", "cpu", "--stage", "sparse_mla")
+    assert done.exit_code == 0, done.output
+    for kernel in ("cpu", "reference"):
+        assert f"sparse_mla {kernel}: keeps the contract" in done.output
+    for line in ("sparse_mla 1", "sparse_mla 2", "sparse_mla 3", "sparse_mla 4", "every 1", "every 3", "refused 1"):
+        assert re.search(rf"{re.escape(line)} +│ passed [1-9]", done.output), line
 
 
 def test_check_exits_with_1_when_a_line_is_broken(monkeypatch, fresh_choices):
@@ -122,7 +131,7 @@ def test_check_exits_with_1_when_a_line_is_broken(monkeypatch, fresh_choices):
         out.copy_(torch.where(out == 0, 1, out))
 
     monkeypatch.setattr(dispatch, "_load", lambda entry: shifted)
-    done = run("check", "--tier", "tiny", "--kernel", "reference", "--device", "cpu")
+    done = run("check", "--tier", "tiny", "--kernel", "reference", "--device", "cpu", "--stage", "select")
     assert done.exit_code == 1
     assert "reference: breaks the contract" in done.output
     assert done.output.rstrip().endswith("broken: reference")

@@ -117,13 +117,16 @@ def explain_sparse_mla(
     dim: Annotated[int, typer.Option(min=1, help="Latent and RoPE part together.")] = 576,
     value_dim: Annotated[int, typer.Option(min=1, help="Latent part.")] = 512,
     dtype: Annotated[Float, typer.Option(help="Queries.")] = "bfloat16",
-    kv_dtype: Annotated[Float, typer.Option(help="Latents.")] = "bfloat16",
+    kv_dtype: Annotated[Literal[Float, "float8_e4m3fn"], typer.Option(help="Latents.")] = "bfloat16",
     device: Device = "cpu",
 ) -> None:
     """Attention over the selected latents."""
     from keysift.ops.sparse_mla import api
 
-    problem = api.Problem(_device(device), _dtype(dtype), _dtype(kv_dtype), rows, heads, dim, value_dim, k)
+    scaled = value_dim if kv_dtype == "float8_e4m3fn" else 0
+    problem = api.Problem(
+        _device(device), _dtype(dtype), _dtype(kv_dtype), rows, heads, dim, value_dim, k, latent_dim=scaled
+    )
     call = f"{rows} rows, {heads} heads, k = {k}, {dim} -> {value_dim}, {dtype} x {kv_dtype}"
     _explain("sparse_mla", api.KERNELS, problem, call)
 
@@ -144,11 +147,14 @@ def check(
         Literal["tiny", "cpu", "gpu"], typer.Option(help="Up to which size: seconds, minutes, GPU.")
     ] = "cpu",
     kernel: Annotated[list[str] | None, typer.Option(help="Only this kernel; may be repeated. Default: all.")] = None,
+    stage: Annotated[
+        Literal["select", "sparse_mla"] | None, typer.Option(help="Only this stage. Default: all that are judged.")
+    ] = None,
     device: Annotated[str | None, typer.Option(help="cpu or cuda. Default: every device here.")] = None,
     seed: Annotated[int, typer.Option(help="Of the data and of the random cases.")] = 0,
 ) -> None:
     """Judge every kernel that can run on this machine by every line of the contract; exit code 1 if one is broken."""
-    from keysift.testing import select_kernels
+    from keysift.testing import STAGES, select_kernels
 
     present = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
     if device not in (None, *present):
@@ -159,7 +165,7 @@ def check(
     console = _console()
     reports = []
     for where in [device] if device else present:
-        for name, selector in select_kernels(where):
+        for name, selector in select_kernels(where) if stage in (None, "select") else ():
             if kernel and name not in kernel:
                 continue
             if isinstance(selector, list):
@@ -167,6 +173,11 @@ def check(
                 continue
             reports.append(_judge(selector, where, tier, seed, console))
             console.print(reports[-1])
+        for other, (kernels, judge) in STAGES.items():
+            for name, unmet in kernels(where) if stage in (None, other) else ():
+                if (not kernel or name in kernel) and not unmet:
+                    reports.append(judge(name, where, seed))
+                    console.print(reports[-1])
     if not reports:
         raise typer.BadParameter(f"{', '.join(kernel or names)} cannot run on {device or 'any device here'}")
     broken = [report.subject for report in reports if not report.ok]

@@ -10,5 +10,20 @@ from .cases import Case, cases
 from .kit import check_select
 from .report import Report
 from .selectors import FEATURES, Selector, select_kernels
+from .sparse_mla import check_sparse_mla, sparse_mla_kernels
 
-__all__ = ["FEATURES", "Case", "Report", "Selector", "cases", "check_select", "select_kernels"]
+#: The stages beside select, by name: their kernels on a device, with what each lacks there, and the judgement of one.
+STAGES = {"sparse_mla": (sparse_mla_kernels, check_sparse_mla)}
+
+__all__ = [
+    "FEATURES",
+    "STAGES",
+    "Case",
+    "Report",
+    "Selector",
+    "cases",
+    "check_select",
+    "check_sparse_mla",
+    "select_kernels",
+    "sparse_mla_kernels",
+]
