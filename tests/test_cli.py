@@ -11,13 +11,20 @@ from typer.testing import CliRunner
 
 from keysift import dispatch
 from keysift.__main__ import app
+from keysift.ops.cache import api as cache_api
 from keysift.ops.score import api as score_api
 from keysift.ops.select import api as select_api
 from keysift.ops.select import reference
 from keysift.ops.sparse_mla import api as sparse_mla_api
+from keysift.testing import cache as cache_kit
 from keysift.testing.lines import LINES
 
-TABLES = {"score": score_api.KERNELS, "select": select_api.KERNELS, "sparse_mla": sparse_mla_api.KERNELS}
+TABLES = {
+    "cache": cache_api.KERNELS,
+    "score": score_api.KERNELS,
+    "select": select_api.KERNELS,
+    "sparse_mla": sparse_mla_api.KERNELS,
+}
 
 
 def run(*words):
@@ -120,6 +127,15 @@ def test_check_judges_the_other_stages_too():
     for kernel in ("cpu", "reference"):
         assert f"sparse_mla {kernel}: keeps the contract" in done.output
     for line in ("sparse_mla 1", "sparse_mla 2", "sparse_mla 3", "sparse_mla 4", "every 1", "every 3", "refused 1"):
+        assert re.search(rf"{re.escape(line)} +│ passed [1-9]", done.output), line
+
+
+def test_check_judges_cache():
+    done = run("check", "--device", "cpu", "--stage", "cache")
+    assert done.exit_code == 0, done.output
+    for kernel in ("cpu", "reference"):
+        assert f"cache {kernel}: keeps the contract" in done.output
+    for line in cache_kit.LINES:
         assert re.search(rf"{re.escape(line)} +│ passed [1-9]", done.output), line
 
 

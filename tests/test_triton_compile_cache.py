@@ -6,35 +6,45 @@ pytest.importorskip("triton")
 from compiling import TARGETS, compiled, spills
 from keysift.ops.cache import kernel_triton as kernels
 
-BYTES = {"cache_ptr": "*u8", "rope_ptr": "*u8", "slots_ptr": "*i64", "scale_ptr": "*u8", "out_ptr": "*u8"}
+BYTES = {"cache_ptr": "*u8", "slots_ptr": "*i64", "out_ptr": "*u8"}
 INDEX = {"TOKEN_BYTES": 128, "SCALES_FIRST": 8192, "SCALES_EACH": 4, "WIDTH": 128, "LARGEST": 448.0, "FLOOR": 1e-4}
 LATENT = {"TOKEN_BYTES": 656, "SCALES_FIRST": 512, "SCALES_EACH": 656, "WIDTH": 128, "LARGEST": 448.0, "FLOOR": 1e-4}
 CASES = {
     "index keys": (
         kernels.write_fp8_kernel,
-        {**INDEX, "POWER_OF_TWO": True, "FNUZ": False, "ROPE": 0},
+        {**INDEX, "POWER_OF_TWO": True, "FNUZ": False, "ROPE_DIM": 0},
         {**BYTES, "x_ptr": "*bf16"},
     ),
     "index keys of MI300": (
         kernels.write_fp8_kernel,
-        {**INDEX, "LARGEST": 224.0, "POWER_OF_TWO": False, "FNUZ": True, "ROPE": 0},
+        {**INDEX, "LARGEST": 224.0, "POWER_OF_TWO": False, "FNUZ": True, "ROPE_DIM": 0},
         {**BYTES, "x_ptr": "*fp32"},
     ),
     "latents": (
         kernels.write_fp8_kernel,
-        {**LATENT, "POWER_OF_TWO": False, "FNUZ": False, "ROPE": 128},
+        {**LATENT, "POWER_OF_TWO": False, "FNUZ": False, "ROPE_DIM": 64},
         {**BYTES, "x_ptr": "*bf16"},
     ),
-    "a copy": (
+    "latents as they are": (
         kernels.copy_kernel,
-        {"WIDTH": 1024, "TO_CACHE": True},
-        {"x_ptr": "*i16", "cache_ptr": "*i16", "slots_ptr": "*i64"},
+        {"WIDTH": 1024, "TO": "bfloat16", "TO_CACHE": True},
+        {"x_ptr": "*bf16", "cache_ptr": "*i16", "slots_ptr": "*i64"},
+    ),
+    "latents to bfloat16": (
+        kernels.copy_kernel,
+        {"WIDTH": 1024, "TO": "bfloat16", "TO_CACHE": True},
+        {"x_ptr": "*fp32", "cache_ptr": "*i16", "slots_ptr": "*i64"},
+    ),
+    "latents from bfloat16": (
+        kernels.copy_kernel,
+        {"WIDTH": 1024, "TO": "float16", "TO_CACHE": False},
+        {"x_ptr": "*i16", "cache_ptr": "*bf16", "slots_ptr": "*i32"},
     ),
     "gathered keys": (kernels.gather_index_kernel, {"WIDTH": 128, "SCALES": True}, BYTES),
     "gathered latents": (
         kernels.gather_latent_kernel,
-        {"TOKEN_BYTES": 656, "VALUE_DIM": 512, "ROPE_DIM": 64, "TILE": 128, "ROPE_WIDTH": 64, "FNUZ": False},
-        {**BYTES, "out_ptr": "*fp32"},
+        {"TOKEN_BYTES": 656, "VALUE_DIM": 512, "ROPE_DIM": 64, "TILE": 128, "ROPE_WIDTH": 64, "TO": "bfloat16"},
+        {**BYTES, "out_ptr": "*i16"},
     ),
 }
 

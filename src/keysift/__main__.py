@@ -148,7 +148,8 @@ def check(
     ] = "cpu",
     kernel: Annotated[list[str] | None, typer.Option(help="Only this kernel; may be repeated. Default: all.")] = None,
     stage: Annotated[
-        Literal["select", "sparse_mla"] | None, typer.Option(help="Only this stage. Default: all that are judged.")
+        Literal["cache", "select", "sparse_mla"] | None,
+        typer.Option(help="Only this stage. Default: all that are judged."),
     ] = None,
     device: Annotated[str | None, typer.Option(help="cpu or cuda. Default: every device here.")] = None,
     seed: Annotated[int, typer.Option(help="Of the data and of the random cases.")] = 0,

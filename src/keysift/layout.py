@@ -75,8 +75,8 @@ class IndexLayout:
         """The values [pages, page_size, D] and the scales [pages, page_size] (None: there are none), without a copy."""
         if not self.is_fp8:
             return cache, None
-        pages, size = cache.shape[0], self.page_size
-        flat = cache.as_strided((pages, size * self.width), (cache.stride(0), 1))
+        size = self.page_size
+        flat = _regular(cache).flatten(1)
         values = flat[:, : size * self.head_dim].view(FP8[self.format]).unflatten(1, (size, self.head_dim))
         return values, flat[:, size * self.head_dim :].view(torch.float32)
 
@@ -145,7 +145,7 @@ class LatentLayout:
 
     def views(self, cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """An e4m3fn cache as values [.., value_dim], scales [.., value_dim / 128] and rope [.., rope_dim], no copy."""
-        scales = self.value_dim + self.value_dim // TILE * 4
+        scales, cache = self.value_dim + self.value_dim // TILE * 4, _regular(cache)
         return (
             cache[..., : self.value_dim].view(FP8[self.format]),
             cache[..., self.value_dim : scales].view(torch.float32),
@@ -177,6 +177,12 @@ def _empty(
         return torch.empty(pages, page_size, width, dtype=dtype, device=device)
     pool = torch.empty(pages * stride, dtype=dtype, device=device)
     return pool.as_strided((pages, page_size, width), (stride, width, 1))
+
+
+def _regular(cache: torch.Tensor) -> torch.Tensor:
+    """A cache with the strides that its pages call for: of a dimension of 1 a tensor may have any, and views refuse."""
+    pages, size, width = cache.shape
+    return cache.as_strided(cache.shape, (cache.stride(0) if pages > 1 else size * width, width, 1))
 
 
 def _check_cache(

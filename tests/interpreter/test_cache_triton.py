@@ -5,8 +5,9 @@ import os
 import pytest
 import torch
 
-from keysift.layout import FP8, IndexLayout, LatentLayout
+from keysift.layout import FP8, LARGEST, IndexLayout, LatentLayout
 from keysift.ops.cache import gather_index_cache, gather_latent_cache, write_index_cache, write_latent_cache
+from keysift.testing import check_cache
 
 if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("needs TRITON_INTERPRET=1, set before Triton is imported", allow_module_level=True)
@@ -35,6 +36,12 @@ def both(layout, pages, write):
     return left
 
 
+@pytest.mark.filterwarnings("ignore:overflow encountered in cast")  # of the interpreter, where float16 overflows
+def test_the_kit_passes():
+    report = check_cache("triton")
+    assert report.ok, str(report)
+
+
 @pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize("scale", ["float32", "ue8m0"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -46,11 +53,13 @@ def test_index_keys(format, scale, dtype):
     assert torch.equal(found, wanted)
 
 
-@pytest.mark.parametrize("format", ["e4m3fn", "bfloat16", "float32"])
+@pytest.mark.parametrize("format", ["e4m3fn", "bfloat16", "float16", "float32"])
 @pytest.mark.parametrize(("value_dim", "rope_dim"), [(256, 64), (128, 2), (128, 0), (128, 130)])
-def test_latents(format, value_dim, rope_dim):
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_latents(format, value_dim, rope_dim, dtype):
     layout = LatentLayout(format, 2, value_dim, rope_dim)
-    latent, slots = everything(7, value_dim + rope_dim), torch.tensor([5, 2, -1, 0, 7, 1, 6])
+    latent, slots = everything(7, value_dim + rope_dim, dtype), torch.tensor([5, 2, -1, 0, 7, 1, 6])
+    latent[:, -2:] = torch.tensor([[-torch.nan, 1 + 2**-8]], dtype=dtype)  # a NaN with a sign, and a tie for bfloat16
     found, wanted = both(
         layout, 4, lambda cache, kernel: write_latent_cache(latent, cache, slots, layout, kernel=kernel)
     )
@@ -58,9 +67,9 @@ def test_latents(format, value_dim, rope_dim):
     cache = layout.empty(4)
     write_latent_cache(latent, cache, slots, layout, kernel="reference")
     slots[3] = -4
-    for dtype in (torch.float32, torch.bfloat16):
+    for result in (torch.float32, torch.bfloat16, torch.float16):
         numbers, right = (
-            gather_latent_cache(cache, slots, layout, dtype=dtype, kernel=kernel) for kernel in ("triton", "reference")
+            gather_latent_cache(cache, slots, layout, dtype=result, kernel=kernel) for kernel in ("triton", "reference")
         )
         torch.testing.assert_close(numbers, right, rtol=0, atol=0, equal_nan=True)
 
@@ -83,3 +92,23 @@ def test_gathered_keys(format, page_size):
         results.append((out.view(torch.uint8), scale if scale is not None else torch.zeros(1)))
     for one, other in zip(*results, strict=True):
         assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("format", FP8)
+def test_every_float32_near_every_boundary_of_fp8(format):
+    """All codes, the middles between them, and the float32 numbers beside each: the byte of torch's own cast."""
+    codes = torch.arange(256, dtype=torch.uint8).view(FP8[format]).float()
+    codes = codes[codes.isfinite()].unique()
+    middles = (codes[1:] + codes[:-1]) / 2
+    exact = torch.cat((codes, middles))
+    x = torch.cat((exact, exact.nextafter(torch.tensor(torch.inf)), exact.nextafter(torch.tensor(-torch.inf))))
+    x = x[x.abs() <= LARGEST[format]]
+    keys = torch.zeros(-(-len(x) // 63), 64)
+    keys[:, 0] = LARGEST[format]  # so that the scale is 1
+    keys[:, 1:] = torch.nn.functional.pad(x, (0, len(keys) * 63 - len(x))).view(-1, 63)
+    layout = IndexLayout(format, len(keys), 64)
+    cache = layout.empty(1)
+    write_index_cache(keys, cache, torch.arange(len(keys)), layout, kernel="triton")
+    values, scales = layout.views(cache)
+    assert (scales == 1).all()
+    assert torch.equal(values[0].view(torch.uint8), keys.to(FP8[format]).view(torch.uint8))

@@ -6,6 +6,7 @@
 True
 """
 
+from .cache import cache_kernels, check_cache
 from .cases import Case, cases
 from .kit import check_select
 from .report import Report
@@ -13,7 +14,7 @@ from .selectors import FEATURES, Selector, select_kernels
 from .sparse_mla import check_sparse_mla, sparse_mla_kernels
 
 #: The stages beside select, by name: their kernels on a device, with what each lacks there, and the judgement of one.
-STAGES = {"sparse_mla": (sparse_mla_kernels, check_sparse_mla)}
+STAGES = {"cache": (cache_kernels, check_cache), "sparse_mla": (sparse_mla_kernels, check_sparse_mla)}
 
 __all__ = [
     "FEATURES",
@@ -21,7 +22,9 @@ __all__ = [
     "Case",
     "Report",
     "Selector",
+    "cache_kernels",
     "cases",
+    "check_cache",
     "check_select",
     "check_sparse_mla",
     "select_kernels",

@@ -69,6 +69,9 @@ def write_index_cache(
     Raises ValueError or TypeError before anything is written.
     Formula: the indexer cache of DeepSeek-V3.2 (2025).
 
+    Equivalent to, for a plain layout without negative slots:
+        cache[slot_mapping // page_size, slot_mapping % page_size] = k.to(cache.dtype)
+
     >>> layout = IndexLayout("e4m3fn", page_size=2, head_dim=4)
     >>> cache = torch.zeros(1, 2, 8, dtype=torch.uint8)
     >>> write_index_cache(torch.tensor([[448.0, 1.0, -2.0, 0.0]]), cache, torch.tensor([1]), layout)
@@ -101,7 +104,11 @@ def write_latent_cache(
     kernel        a kernel of `keysift explain cache` by name; it runs or raises
 
     e4m3fn: every 128 values of the latent share a float32 scale, made as that of an index key; the rotary part becomes
-    bfloat16. Raises ValueError or TypeError before anything is written.
+    bfloat16. Numbers that change their dtype are rounded to the nearest, ties to even; a NaN is then the quiet one.
+    Raises ValueError or TypeError before anything is written.
+
+    Equivalent to, for a plain layout without negative slots:
+        cache[slot_mapping // page_size, slot_mapping % page_size] = latent.to(cache.dtype)
 
     >>> layout = LatentLayout("bfloat16", page_size=2, value_dim=2, rope_dim=1)
     >>> cache = torch.zeros(1, 2, 3, dtype=torch.bfloat16)
@@ -133,14 +140,19 @@ def gather_index_cache(
 
     cache        as `write_index_cache` fills it
     block_table  [B, P] int32 or int64: position p of request b lies in page block_table[b, p // page_size]
-    cu_seqlens   [B + 1] int32 or int64, on the device: 0, then the end of each request among the rows
+    cu_seqlens   [B + 1] int32 or int64, on the device: 0, then the end of each request among the rows; of lengths
+                 [B], `cumulative_lengths` makes it
     tokens       rows to gather, at least cu_seqlens[-1]; a number of the host, so that nothing synchronises
     layout       the format of the cache
-    out          [>= tokens, D] fp8 or plain; out_scale  float32 [>= tokens]
+    out          [>= tokens, D] fp8 or plain, any row stride; out_scale  float32 [>= tokens], any stride
     kernel       a kernel of `keysift explain cache` by name; it runs or raises
 
     Returns (k [tokens, D] in the format of the cache, k_scale float32 [tokens] or None where there is none). Rows at or
-    beyond cu_seqlens[-1] are not written. Raises ValueError or TypeError before anything is written.
+    beyond cu_seqlens[-1] are not written; table entries that no request reaches may hold anything.
+    Raises ValueError or TypeError before anything is written.
+
+    Equivalent to, for a plain layout and each request b:
+        out[cu_seqlens[b] : cu_seqlens[b + 1]] = cache[block_table[b]].flatten(0, 1)[: length of b]
 
     >>> cache = torch.tensor([[[1.0], [2.0]], [[3.0], [4.0]]])
     >>> layout = IndexLayout("float32", page_size=2, head_dim=1)
@@ -168,6 +180,21 @@ def gather_index_cache(
     return out[:tokens], None if out_scale is None else out_scale[:tokens]
 
 
+def cumulative_lengths(seq_lens: torch.Tensor) -> torch.Tensor:
+    """The `cu_seqlens` of `gather_index_cache`: int32 [B + 1], 0 and then the sums of the lengths [B] so far.
+
+    seq_lens  [B] int32 or int64, on any device; nothing synchronises
+
+    Equivalent to:
+        torch.cat((torch.zeros(1), seq_lens.cumsum(0))).int()
+
+    >>> cumulative_lengths(torch.tensor([3, 0, 2]))
+    tensor([0, 3, 3, 5], dtype=torch.int32)
+    """
+    checks.check_slots("seq_lens", seq_lens, None, seq_lens)
+    return torch.nn.functional.pad(seq_lens.cumsum(0, dtype=torch.int32), (1, 0))
+
+
 def gather_latent_cache(
     cache: torch.Tensor,
     slots: torch.Tensor,
@@ -186,7 +213,11 @@ def gather_latent_cache(
     out     [>= N, value_dim + rope_dim] of that dtype
     kernel  a kernel of `keysift explain cache` by name; it runs or raises
 
-    Returns [N, value_dim + rope_dim]. Raises ValueError or TypeError before anything is written.
+    Returns [N, value_dim + rope_dim], value * scale in float32, then rounded to `dtype`.
+    Raises ValueError or TypeError before anything is written.
+
+    Equivalent to, for a plain layout without negative slots:
+        cache.flatten(0, 1)[slots].to(dtype)
 
     >>> cache = torch.tensor([[[1.0], [2.0]], [[3.0], [4.0]]])
     >>> layout = LatentLayout("float32", page_size=2, value_dim=1, rope_dim=0)
@@ -245,7 +276,7 @@ def _gather_index(
 ) -> None:  # fmt: skip
     layout = _index_layout(format, page_size, head_dim, "float32")
     if dispatch.CHECK_VALUES:
-        checks.check_request_values(cache, block_table, cu_seqlens, layout)
+        checks.check_request_values(cache, block_table, cu_seqlens, out.shape[0], layout)
     arguments = (cache, block_table, cu_seqlens, layout, out, out_scale)
     _run("gather_index", layout, out.shape[0], kernel, cache.device, *arguments)
 

@@ -2,7 +2,7 @@
 
 import torch
 
-from keysift.layout import IndexLayout, LatentLayout
+from keysift.layout import IndexLayout
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 INTEGERS = (torch.int32, torch.int64)
@@ -68,15 +68,15 @@ def check_slot_values(name: str, slots: torch.Tensor, cache: torch.Tensor) -> No
 
 
 def check_request_values(
-    cache: torch.Tensor, block_table: torch.Tensor, cu_seqlens: torch.Tensor, layout: IndexLayout | LatentLayout
+    cache: torch.Tensor, block_table: torch.Tensor, cu_seqlens: torch.Tensor, tokens: int, layout: IndexLayout
 ) -> None:
-    """KEYSIFT_CHECK=1: refuse lengths that do not ascend or outgrow the table, and pages that the cache lacks."""
+    """KEYSIFT_CHECK=1: refuse lengths that do not ascend or outgrow table or rows, and pages that the cache lacks."""
     lengths = cu_seqlens.diff()
     most = block_table.shape[1] * layout.page_size
     _refuse_first("cu_seqlens", cu_seqlens[:1], cu_seqlens[:1] != 0, "0 at the beginning")
-    _refuse_first(
-        "cu_seqlens", cu_seqlens[1:], (lengths < 0) | (lengths > most), f"0 to {most} more than the one before it"
-    )
+    wrong = torch.nn.functional.pad((lengths < 0) | (lengths > most), (1, 0))
+    _refuse_first("cu_seqlens", cu_seqlens, wrong, f"0 to {most} more than the one before it")
+    _refuse_first("cu_seqlens", cu_seqlens, cu_seqlens > tokens, f"at most tokens, which is {tokens}")
     first = torch.arange(block_table.shape[1], device=cache.device) * layout.page_size
     bad = (first < lengths[:, None]) & ((block_table < 0) | (block_table >= cache.shape[0]))
     _refuse_first("block_table", block_table, bad, f"pages of [0, {cache.shape[0]}) below the request's length")

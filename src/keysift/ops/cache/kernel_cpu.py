@@ -24,7 +24,7 @@ def write_index(k: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor, layou
     values, scales = layout.views(cache)
     for token, page, offset in _blocks(slots, layout.page_size):
         if scales is None:
-            values[page, offset] = k[token].to(values.dtype)
+            values[page, offset] = _as(k[token], values.dtype)
         else:
             codes, scale = _quantize(k[token].float(), layout)
             values.view(torch.uint8)[page, offset] = codes
@@ -36,13 +36,13 @@ def write_latent(latent: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor,
     for token, page, offset in _blocks(slots, layout.page_size):
         part = latent[token]
         if not layout.is_fp8:
-            cache[page, offset] = part.to(cache.dtype)
+            cache[page, offset] = _as(part, cache.dtype)
             continue
         values, scales, rope = layout.views(cache)
         codes, scale = _quantize(part[:, : layout.value_dim].float().unflatten(1, (-1, TILE)), layout)
         values.view(torch.uint8)[page, offset] = codes.flatten(1)
         scales[page, offset] = scale
-        rope[page, offset] = part[:, layout.value_dim :].to(torch.bfloat16)
+        rope[page, offset] = _as(part[:, layout.value_dim :], torch.bfloat16)
 
 
 def gather_index(
@@ -99,6 +99,11 @@ def _blocks(slots: torch.Tensor, page_size: int) -> list[tuple[torch.Tensor, tor
     slot = slots[token].long()
     pieces = (token, slot // page_size, slot % page_size)
     return list(zip(*(piece.split(BLOCK) for piece in pieces), strict=True))
+
+
+def _as(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """In another dtype, NaN as the quiet one: which bits torch makes of it depends on the processor."""
+    return x if x.dtype == dtype else x.to(dtype).masked_fill_(x.isnan(), torch.nan)
 
 
 def _quantize(x: torch.Tensor, layout: IndexLayout | LatentLayout) -> tuple[torch.Tensor, torch.Tensor]:

@@ -11,7 +11,7 @@ def write_index(k: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor, layou
     token, page, offset = places(slots, layout.page_size)
     values, scales = layout.views(cache)
     if scales is None:
-        values[page, offset] = k[token].to(values.dtype)
+        values[page, offset] = _as(k[token], values.dtype)
         return
     codes, scale = quantize(k[token], layout.format, layout.scale)
     _store_fp8(values, page, offset, codes)
@@ -23,14 +23,14 @@ def write_latent(latent: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor,
     """Write the latents [T, value_dim + rope_dim] to their slots; negative slots are skipped."""
     token, page, offset = places(slots, layout.page_size)
     if not layout.is_fp8:
-        cache[page, offset] = latent[token].to(cache.dtype)
+        cache[page, offset] = _as(latent[token], cache.dtype)
         return
     values, scales, rope = layout.views(cache)
     tiles = latent[token, : layout.value_dim].unflatten(1, (-1, TILE))
     codes, scale = quantize(tiles, layout.format, "float32")
     _store_fp8(values, page, offset, codes.flatten(1))
     scales[page, offset] = scale
-    rope[page, offset] = latent[token, layout.value_dim :].to(torch.bfloat16)
+    rope[page, offset] = _as(latent[token, layout.value_dim :], torch.bfloat16)
 
 
 @torch.no_grad()
@@ -86,6 +86,11 @@ def quantize(x: torch.Tensor, format: str, scale_format: str) -> tuple[torch.Ten
     if scale_format == "ue8m0":  # up to a power of two: any bit of the mantissa carries into the exponent
         scale = ((scale.view(torch.int32) + 0x7FFFFF) & 0x7F800000).view(torch.float32)
     return (x / scale[..., None]).clamp(-LARGEST[format], LARGEST[format]).to(FP8[format]), scale
+
+
+def _as(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """In another dtype, NaN as the quiet one: which bits torch makes of it depends on the processor."""
+    return x if x.dtype == dtype else x.to(dtype).masked_fill_(x.isnan(), torch.nan)
 
 
 def _store_fp8(values: torch.Tensor, page: torch.Tensor, offset: torch.Tensor, codes: torch.Tensor) -> None:
