@@ -20,9 +20,9 @@ TARGETS = {
 }
 
 
-def compiled(kernel, constants, pointers, target, warps, aligned=(), other="i32"):
-    """`kernel` with its pointers as `pointers` says (default *i32), its other numbers as `other`; names in `aligned`,
-    and every pointer, are multiples of 16.
+def compiled(kernel, constants, pointers, target, warps, aligned=(), **options):
+    """`kernel` with its pointers as `pointers` says (default *i32) and its numbers too (default i32); names in
+    `aligned`, and every pointer, are multiples of 16.
     """
     signature, attrs = {}, {}
     for place, name in enumerate(kernel.arg_names):
@@ -32,11 +32,11 @@ def compiled(kernel, constants, pointers, target, warps, aligned=(), other="i32"
             signature[name] = pointers.get(name, "*i32")
             attrs[(place,)] = [["tt.divisibility", 16]]
         else:
-            signature[name] = other
+            signature[name] = pointers.get(name, "i32")
             if name in aligned:
                 attrs[(place,)] = [["tt.divisibility", 16]]
     source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attrs)
-    return triton.compile(source, target=target, options={"num_warps": warps})
+    return triton.compile(source, target=target, options={"num_warps": warps, **options})
 
 
 def spills(binary, target):

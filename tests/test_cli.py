@@ -121,6 +121,15 @@ def test_check_shows_every_line_and_exits_with_0():
     assert done.output.rstrip().endswith("kernels judged: 1; all keep the contract")
 
 
+def test_check_judges_the_other_stages_too():
+    done = run("check", "--device", "cpu", "--stage", "sparse_mla")
+    assert done.exit_code == 0, done.output
+    for kernel in ("cpu", "reference"):
+        assert f"sparse_mla {kernel}: keeps the contract" in done.output
+    for line in ("sparse_mla 1", "sparse_mla 2", "sparse_mla 3", "sparse_mla 4", "every 1", "every 3", "refused 1"):
+        assert re.search(rf"{re.escape(line)} +│ passed [1-9]", done.output), line
+
+
 def test_check_judges_cache():
     done = run("check", "--device", "cpu", "--stage", "cache")
     assert done.exit_code == 0, done.output

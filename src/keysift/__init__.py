@@ -5,7 +5,7 @@ from keysift.layout import IndexLayout, LatentLayout
 from keysift.ops.cache import gather_index_cache, gather_latent_cache, write_index_cache, write_latent_cache
 from keysift.ops.score import index_scores, paged_index_scores
 from keysift.ops.select import select, select_decode, select_prefill, select_workspace_size
-from keysift.ops.sparse_mla import combine_partials, sparse_mla, sparse_mla_decode
+from keysift.ops.sparse_mla import combine_partials, sparse_mla, sparse_mla_decode, sparse_mla_workspace_size
 from keysift.plugins.transformers_patch import accelerate, restore
 
 __version__ = "0.1.0"
@@ -27,6 +27,7 @@ __all__ = [
     "select_workspace_size",
     "sparse_mla",
     "sparse_mla_decode",
+    "sparse_mla_workspace_size",
     "write_index_cache",
     "write_latent_cache",
 ]

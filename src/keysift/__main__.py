@@ -117,13 +117,16 @@ def explain_sparse_mla(
     dim: Annotated[int, typer.Option(min=1, help="Latent and RoPE part together.")] = 576,
     value_dim: Annotated[int, typer.Option(min=1, help="Latent part.")] = 512,
     dtype: Annotated[Float, typer.Option(help="Queries.")] = "bfloat16",
-    kv_dtype: Annotated[Float, typer.Option(help="Latents.")] = "bfloat16",
+    kv_dtype: Annotated[Literal[Float, "float8_e4m3fn"], typer.Option(help="Latents.")] = "bfloat16",
     device: Device = "cpu",
 ) -> None:
     """Attention over the selected latents."""
     from keysift.ops.sparse_mla import api
 
-    problem = api.Problem(_device(device), _dtype(dtype), _dtype(kv_dtype), rows, heads, dim, value_dim, k)
+    scaled = value_dim if kv_dtype == "float8_e4m3fn" else 0
+    problem = api.Problem(
+        _device(device), _dtype(dtype), _dtype(kv_dtype), rows, heads, dim, value_dim, k, latent_dim=scaled
+    )
     call = f"{rows} rows, {heads} heads, k = {k}, {dim} -> {value_dim}, {dtype} x {kv_dtype}"
     _explain("sparse_mla", api.KERNELS, problem, call)
 
@@ -145,7 +148,8 @@ def check(
     ] = "cpu",
     kernel: Annotated[list[str] | None, typer.Option(help="Only this kernel; may be repeated. Default: all.")] = None,
     stage: Annotated[
-        Literal["cache", "select"] | None, typer.Option(help="Only this stage. Default: all that are judged.")
+        Literal["cache", "select", "sparse_mla"] | None,
+        typer.Option(help="Only this stage. Default: all that are judged."),
     ] = None,
     device: Annotated[str | None, typer.Option(help="cpu or cuda. Default: every device here.")] = None,
     seed: Annotated[int, typer.Option(help="Of the data and of the random cases.")] = 0,

@@ -2,47 +2,14 @@
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 import keysift
+from attention import KERNELS, assert_close, make
 from keysift import IndexLayout, LatentLayout, dispatch
 from keysift.ops.sparse_mla import kernel_cpu
-from keysift.ops.sparse_mla.api import KERNELS as TABLE
 
-KERNELS = [kernel.name for kernel in TABLE]
-EPS = 2.0**-24  # half a unit in the last place of float32
 # tokens, heads, D, value_dim, slots, k
 SHAPES = [(1, 128, 576, 512, 400, 300), (7, 3, 5, 2, 40, 9), (30, 1, 1, 1, 10, 1), (2, 16, 36, 36, 64, 64)]
-
-
-def make(tokens, heads, dim, slots, k, dtype=torch.float32, seed=0):
-    generator = torch.Generator().manual_seed(seed)
-    q = torch.randn(tokens, heads, dim, generator=generator).to(dtype)
-    kv = torch.randn(slots, dim, generator=generator).to(dtype)
-    indices = torch.stack([torch.randperm(slots, generator=generator)[:k] for _ in range(tokens)]).int()
-    return q, kv, indices
-
-
-def assert_close(result, q, kv, indices, scale, value_dim):
-    """Not further from float64 than float32 sums in any order may be, then rounded to the output's dtype."""
-    out, lse = result
-    half_ulp = torch.finfo(out.dtype).eps / 2
-    for token in range(q.shape[0]):
-        slots = indices[token][indices[token] >= 0].long()
-        queries, latents = q[token].double(), kv[slots].double()
-        if len(slots) == 0:
-            assert (out[token] == 0).all()
-            assert (lse[token] == -torch.inf).all()
-            continue
-        logits = scale * queries @ latents.T
-        off = (q.shape[2] + 2) * EPS * abs(scale) * queries.abs() @ latents.abs().T
-        slack = 2 * off.amax(1, keepdim=True) + (len(slots) + 6) * EPS
-        wanted = logits.softmax(-1) @ latents[:, :value_dim]
-        bound = slack * (logits.softmax(-1) @ latents[:, :value_dim].abs()) * 1.01 + half_ulp * wanted.abs() + 1e-30
-        assert ((out[token].double() - wanted).abs() <= bound).all(), f"token {token}"
-        wanted_lse = logits.logsumexp(-1)
-        assert ((lse[token].double() - wanted_lse).abs() <= slack[:, 0] * 1.01 + 4 * EPS * wanted_lse.abs()).all()
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
@@ -180,28 +147,6 @@ def test_decode_is_the_same_by_request_and_token(kernel):
         keysift.sparse_mla_decode(q[None], kv[None], indices[None], 0.3, value_dim=11, topk_length=lengths)
 
 
-@given(st.integers(1, 5), st.integers(0, 2**31))
-@settings(max_examples=30)
-def test_parts_of_a_selection_combine_to_the_whole(parts, seed):
-    q, kv, indices = make(4, 3, 20, 200, 40, seed=seed)
-    generator = torch.Generator().manual_seed(seed)
-    owner = torch.randint(0, parts, indices.shape, generator=generator)
-    owner[0] = 0  # the other parts of token 0 are empty
-    indices[1] = -1
-    pieces = [keysift.sparse_mla(q, kv, indices.where(owner == part, -1), 0.3, value_dim=11) for part in range(parts)]
-    outs, lses = torch.stack([out for out, _ in pieces]), torch.stack([lse for _, lse in pieces])
-    outs[lses == -torch.inf] = torch.nan  # an empty part may hold anything
-    out, lse = keysift.combine_partials(outs, lses)
-    assert_close((out, lse), q, kv, indices, 0.3, 11)
-    assert (out[1] == 0).all()
-    assert (lse[1] == -torch.inf).all()
-
-
-def test_parts_that_do_not_go_together_are_refused():
-    with pytest.raises(ValueError, match=r"lses has shape \[2\]"):
-        keysift.combine_partials(torch.zeros(3, 4), torch.zeros(2))
-
-
 @pytest.mark.parametrize(("slots", "k"), [(10, 0), (0, 5)])
 def test_nothing_to_attend_to(slots, k):
     q, kv, indices = torch.randn(2, 3, 4), torch.randn(slots, 4), torch.full((2, k), -1, dtype=torch.int32)
@@ -230,6 +175,9 @@ REFUSED = [
     ((Q, KV, INDICES, 1.0), {"out": torch.empty(2, 3, 4).half()}, TypeError, "out is torch.float16"),
     ((Q, KV, INDICES, 1.0), {"out": torch.empty(2, 3, 8)[..., :4]}, ValueError, "out has strides"),
     ((Q, KV, INDICES, 1.0), {"lse": torch.empty(2, 4)}, ValueError, "lse has shape"),
+    ((Q, KV, INDICES, 1.0), {"workspace": torch.empty(9)}, TypeError, "workspace is torch.float32"),
+    ((Q, KV, INDICES, 1.0), {"workspace": torch.empty(3, 3).byte()}, ValueError, "workspace has shape"),
+    ((Q, KV, INDICES, 1.0), {"kernel": "triton"}, ValueError, "kernel 'triton' cannot run .* needs cuda or hip"),
     ((Q, KV, INDICES, 1.0), {"kernel": "fast"}, ValueError, "kernel is 'fast'"),
 ]
 
@@ -250,7 +198,7 @@ def test_checked_values(monkeypatch):
 
 def test_the_operator():
     """Its schema and fake are true, and a whole graph can be traced through it."""
-    args = (Q, KV[None], None, None, INDICES, 1.0, None, None, torch.empty(2, 3, 4), torch.empty(2, 3), None)
+    args = (Q, KV[None], None, None, INDICES, 1.0, None, None, torch.empty(2, 3, 4), torch.empty(2, 3), None, None)
     torch.library.opcheck(torch.ops.keysift.sparse_mla.default, args, test_utils=("test_schema", "test_faketensor"))
     compiled = torch.compile(
         lambda q: keysift.sparse_mla(q, KV, INDICES, 1.0, value_dim=4)[0], backend="eager", fullgraph=True

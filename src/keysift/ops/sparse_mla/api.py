@@ -9,6 +9,7 @@ from keysift.dispatch import Device, Kernel
 from keysift.layout import LatentLayout
 
 from . import checks
+from . import kernel_triton_plan as plans
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +24,8 @@ class Problem:
     dim: int
     value_dim: int
     k: int
+    column_stride: int = 1  # of kv
+    latent_dim: int = 0  # columns of an fp8 latent that have scales, at least value_dim; 0: kv is not fp8
 
     @property
     def kind(self) -> str:
@@ -34,13 +37,65 @@ def _unmet_cpu(problem: Problem) -> list[str]:
     return [] if problem.device.type == "cpu" else [f"device is {problem.device}, needs cpu"]
 
 
-def _unmet_reference(problem: Problem) -> list[str]:
+def _unmet_triton(problem: Problem) -> list[str]:
+    unmet = _unmet_gpu(problem)
+    if problem.column_stride != 1:
+        unmet.append(f"column stride of kv is {problem.column_stride}, needs 1")
+    if problem.dim > 1024:
+        unmet.append(f"head size is {problem.dim}, needs at most 1024")
+    elif (wanted := _plan(problem).shared) > (limit := plans.shared_limit(problem.device)):
+        unmet.append(f"shared memory is {limit} bytes, needs {wanted} for latents of {problem.dim}")
+    return unmet
+
+
+def _unmet_gpu(problem: "Problem | Combination") -> list[str]:
+    """What every Triton kernel needs."""
+    device = problem.device
+    runs = device.type in ("cuda", "hip") or dispatch.TRITON_INTERPRETS
+    old = device.type == "cuda" and int(device.arch.removeprefix("sm_")) < 80
+    return [
+        *([] if runs else [f"device is {device}, needs cuda or hip"]),
+        *([f"device is {device}, needs sm_80 or later"] if old else []),
+        *([] if device.has("triton") else ["the package triton is not installed"]),
+    ]
+
+
+def _plan(problem: Problem) -> plans.Plan:
+    p, latent_dim = problem, problem.latent_dim or problem.value_dim
+    return plans.plan(p.device, p.dtype, p.kv_dtype, p.rows, p.heads, latent_dim, p.dim - latent_dim, p.k)
+
+
+def _workspace_triton(problem: Problem) -> int:
+    return _plan(problem).workspace(problem.rows, problem.heads, problem.value_dim)
+
+
+def _unmet_reference(problem: object) -> list[str]:
     return []
 
 
 KERNELS = (
     Kernel("cpu", _unmet_cpu, "keysift.ops.sparse_mla.kernel_cpu:run"),
+    Kernel("triton", _unmet_triton, "keysift.ops.sparse_mla.kernel_triton:run", _workspace_triton),
     Kernel("reference", _unmet_reference, "keysift.ops.sparse_mla.reference:run"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Combination:
+    """The static facts that decide which kernel joins parts."""
+
+    device: Device
+    dtype: torch.dtype
+
+    @property
+    def kind(self) -> str:
+        """What the warning about a reference is given once for."""
+        return f"{self.dtype} parts on {self.device}".removeprefix("torch.")
+
+
+COMBINE_KERNELS = (
+    Kernel("triton", _unmet_gpu, "keysift.ops.sparse_mla.kernel_triton:combine"),
+    Kernel("reference", _unmet_reference, "keysift.ops.sparse_mla.reference:combine"),
 )
 
 
@@ -56,6 +111,7 @@ def sparse_mla(
     topk_length: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
     lse: torch.Tensor | None = None,
+    workspace: torch.Tensor | None = None,
     kernel: str | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention of every query token over the latents that were selected for it; all heads share them (MLA, absorbed).
@@ -72,6 +128,7 @@ def sparse_mla(
     sink         [heads] float32: a logit beside the selected ones that carries no value; it takes its share of the sum
     topk_length  [T] int32 or int64: how many indices of a row count, from the first on; default all
     out          [>= T, heads, value_dim] of q's dtype; lse  float32 [>= T, heads]; contiguous rows
+    workspace    uint8 [>= sparse_mla_workspace_size(...)], scratch that the call overwrites
     kernel       a kernel of `keysift explain sparse_mla` by name; it runs or raises
 
     Returns (out [T, heads, value_dim], lse [T, heads]): lse is the natural logarithm of the sum of exponentials,
@@ -102,7 +159,9 @@ def sparse_mla(
         lse = q.new_empty(tokens, heads, dtype=torch.float32)
     checks.check_out(q, "out", out, q.dtype, (heads, value_dim))
     checks.check_out(q, "lse", lse, torch.float32, (heads,))
-    torch.ops.keysift.sparse_mla(q, latents, scales, rope, indices, float(scale), sink, topk_length, out, lse, kernel)
+    checks.check_workspace(q, workspace)
+    attend = _OPERATOR if dispatch.is_watched(q) else _sparse_mla
+    attend(q, latents, scales, rope, indices, float(scale), sink, topk_length, out, lse, workspace, kernel)
     return _first(out, q.shape[0]), _first(lse, q.shape[0])
 
 
@@ -116,6 +175,9 @@ def sparse_mla_decode(
     layout: LatentLayout | None = None,
     sink: torch.Tensor | None = None,
     topk_length: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+    lse: torch.Tensor | None = None,
+    workspace: torch.Tensor | None = None,
     kernel: str | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`sparse_mla` as an engine's decode calls it: next_n query tokens per request against a paged cache.
@@ -124,6 +186,7 @@ def sparse_mla_decode(
     cache        [pages, page_size, ..], plain or as `layout` says
     indices      [B, next_n, k] int32 slots
     topk_length  [B, next_n]
+    out          [B, next_n, heads, value_dim] of q's dtype; lse  float32 [B, next_n, heads]; contiguous
     Everything else as `sparse_mla`, which also says what it raises.
 
     Returns (out [B, next_n, heads, value_dim], lse [B, next_n, heads]).
@@ -136,20 +199,60 @@ def sparse_mla_decode(
     >>> sparse_mla_decode(q, cache, slots, 1.0, value_dim=1)[0].item()
     2.5
     """
-    checks.check_requests(q, indices, topk_length)
-    out, lse = sparse_mla(
+    checks.check_requests(q, indices, topk_length, out, lse)
+    attended, sums = sparse_mla(
         q.flatten(0, 1), cache, indices.flatten(0, 1), scale, value_dim=value_dim, layout=layout, sink=sink,
-        topk_length=None if topk_length is None else topk_length.flatten(), kernel=kernel,
+        topk_length=None if topk_length is None else topk_length.flatten(),
+        out=None if out is None else out.flatten(0, 1), lse=None if lse is None else lse.flatten(0, 1),
+        workspace=workspace, kernel=kernel,
     )  # fmt: skip
-    return out.unflatten(0, q.shape[:2]), lse.unflatten(0, q.shape[:2])
+    return attended.unflatten(0, q.shape[:2]), sums.unflatten(0, q.shape[:2])
 
 
-def combine_partials(outs: torch.Tensor, lses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def sparse_mla_workspace_size(
+    q: torch.Tensor,
+    kv: torch.Tensor,
+    k: int,
+    *,
+    value_dim: int = 512,
+    layout: LatentLayout | None = None,
+    kernel: str | None = None,
+) -> int:
+    """Bytes of `workspace` with which `sparse_mla` or `sparse_mla_decode` allocates nothing; 0 where none is wanted.
+
+    q, kv, value_dim, layout and kernel are those of the call; k is the width of its indices. The size depends on
+    shapes, dtypes and the device alone. Raises ValueError or TypeError as the call does.
+
+    >>> q, kv = torch.empty(2, 128, 576), torch.empty(64, 576)
+    >>> sparse_mla_workspace_size(q, kv, 2048) >= 0
+    True
+    """
+    flat = q.flatten(0, 1) if isinstance(q, torch.Tensor) and q.ndim == 4 else q
+    checks.check_queries(flat)
+    latents, _, rope = checks.check_latents(flat, kv, value_dim, layout)
+    checks.check_k(k)
+    problem = _problem(flat, latents, rope, value_dim, k)
+    return dispatch.choose("sparse_mla", KERNELS, problem, kernel).workspace_size(problem)
+
+
+def combine_partials(
+    outs: torch.Tensor,
+    lses: torch.Tensor,
+    *,
+    out: torch.Tensor | None = None,
+    lse: torch.Tensor | None = None,
+    kernel: str | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Join attention over disjoint selections: parts of one selection, or shards of a context.
 
-    outs  [S, ..., V] of S parts; lses  float32 [S, ...], natural logarithms
-    Returns (out [..., V] of outs' dtype, lse float32 [...]); a part of lse -inf has selected nothing and takes no part,
-    whatever its out holds. Raises ValueError where the shapes do not go together.
+    outs    [S, ..., V] float32, bfloat16 or float16 of S parts; lses  float32 [S, ...], natural logarithms
+    out     [..., V] of any of these dtypes, default that of outs; lse  float32 [...]; contiguous
+    kernel  "triton" or "reference"; it runs or raises
+
+    Returns (out, lse). A part of lse -inf has selected nothing and takes no part, whatever its out holds; where all
+    are, out is 0 and lse -inf. Sums are accumulated in float32, in the order of the parts. A sink belongs to the whole:
+    give it to none of the parts. There is no gradient.
+    Raises ValueError or TypeError before anything is written.
 
     Equivalent to:
         weights = lses.softmax(0)
@@ -159,22 +262,27 @@ def combine_partials(outs: torch.Tensor, lses: torch.Tensor) -> tuple[torch.Tens
     >>> combine_partials(outs, lses)
     (tensor([3.]), tensor(0.6931))
     """
-    if outs.ndim < 2 or outs.shape[:-1] != lses.shape or len(lses) == 0:
-        raise ValueError(
-            f"lses has shape {list(lses.shape)}; outs has {list(outs.shape)}, [parts, ..., value_dim], so it must be "
-            f"{list(outs.shape[:-1])}, with one part at least"
-        )
-    highest = lses.amax(0)
-    shift = highest.masked_fill(highest == -torch.inf, 0.0)
-    weights = (lses - shift).exp()
-    total = weights.sum(0)
-    parts = (outs.float() * weights[..., None]).masked_fill(weights[..., None] == 0, 0.0)
-    out = parts.sum(0) / total.masked_fill(total == 0, 1.0)[..., None]
-    return out.to(outs.dtype), shift + total.log()
+    checks.check_parts(outs, lses)
+    if out is None:
+        out = outs.new_empty(outs.shape[1:])
+    if lse is None:
+        lse = lses.new_empty(lses.shape[1:])
+    checks.check_combined(outs, "out", out, checks.DTYPES, outs.shape[1:])
+    checks.check_combined(outs, "lse", lse, (torch.float32,), lses.shape[1:])
+    torch.ops.keysift.combine_partials(outs, lses, out, lse, kernel)
+    return out, lse
 
 
 def _first(tensor: torch.Tensor, tokens: int) -> torch.Tensor:
     return tensor if tensor.shape[0] == tokens else tensor[:tokens]
+
+
+def _problem(q: torch.Tensor, kv: torch.Tensor, rope: torch.Tensor | None, value_dim: int, k: int) -> Problem:
+    rows, heads, dim = q.shape
+    device = dispatch.device_of(q.device)
+    stride = kv.stride(2) if kv.shape[2] > 1 else 1
+    latent_dim = 0 if rope is None else kv.shape[2]
+    return Problem(device, q.dtype, kv.dtype, rows, heads, dim, value_dim, k, stride, latent_dim)
 
 
 def _sparse_mla(
@@ -188,17 +296,19 @@ def _sparse_mla(
     topk_length: torch.Tensor | None,
     out: torch.Tensor,
     lse: torch.Tensor,
+    workspace: torch.Tensor | None,
     kernel: str | None,
 ) -> None:
     """The operator: choose a kernel from static facts and run it.
 
     kv [pages, page_size, D], or fp8 values [pages, page_size, value_dim] beside their scales and rotary parts.
     """
-    tokens, heads, dim = q.shape
-    problem = Problem(
-        dispatch.device_of(q.device), q.dtype, kv.dtype, tokens, heads, dim, out.shape[2], indices.shape[1]
-    )
+    problem = _problem(q, kv, rope, out.shape[2], indices.shape[1])
+    tokens = problem.rows
     chosen = dispatch.choose("sparse_mla", KERNELS, problem, kernel)
+    size = chosen.workspace_size(problem)
+    if workspace is not None and workspace.numel() < size:
+        raise ValueError(f"workspace has {workspace.numel()} bytes; this call needs {size}")
     if dispatch.CHECK_VALUES:
         checks.check_values(kv, indices)
     if tokens == 0:
@@ -207,17 +317,38 @@ def _sparse_mla(
         out[:tokens].zero_()
         lse[:tokens].fill_(-torch.inf)
         return
-    chosen.load()(q, kv, scales, rope, indices, scale, sink, topk_length, out[:tokens], lse[:tokens])
+    if workspace is None:
+        workspace = q.new_empty(size, dtype=torch.uint8)
+    chosen.load()(q, kv, scales, rope, indices, scale, sink, topk_length, out[:tokens], lse[:tokens], workspace)
 
 
-def _sparse_mla_fake(*args: object) -> None:
+def _combine_partials(
+    outs: torch.Tensor, lses: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, kernel: str | None
+) -> None:
+    """The operator: rows are flattened, a view where they follow one another."""
+    problem = Combination(dispatch.device_of(outs.device), outs.dtype)
+    chosen = dispatch.choose("combine_partials", COMBINE_KERNELS, problem, kernel)
+    if out.numel():
+        parts, value_dim = outs.shape[0], outs.shape[-1]
+        rows = outs.reshape(parts, -1, value_dim), lses.reshape(parts, -1), out.view(-1, value_dim), lse.view(-1)
+        chosen.load()(*rows)
+    else:
+        lse.copy_(lses.logsumexp(0))
+
+
+def _fake(*args: object) -> None:
     """Everything is written in place, so a trace learns nothing new from the call."""
 
 
 _LIBRARY = torch.library.Library("keysift", "FRAGMENT")
 _LIBRARY.define(
     "sparse_mla(Tensor q, Tensor kv, Tensor? scales, Tensor? rope, Tensor indices, float scale, Tensor? sink, "
-    "Tensor? topk_length, Tensor(a!) out, Tensor(b!) lse, str? kernel) -> ()"
+    "Tensor? topk_length, Tensor(a!) out, Tensor(b!) lse, Tensor(c!)? workspace, str? kernel) -> ()"
 )
-_LIBRARY.impl("sparse_mla", _sparse_mla, "CompositeExplicitAutograd")
-torch.library.register_fake("keysift::sparse_mla", _sparse_mla_fake, lib=_LIBRARY)
+_LIBRARY.define("combine_partials(Tensor outs, Tensor lses, Tensor(a!) out, Tensor(b!) lse, str? kernel) -> ()")
+for _name, _function in (("sparse_mla", _sparse_mla), ("combine_partials", _combine_partials)):
+    _LIBRARY.impl(_name, _function, "CompositeExplicitAutograd")
+    # Nothing here has a gradient; without this, every call pays for a check of that.
+    _LIBRARY.impl(_name, torch.library.fallthrough_kernel, "Autograd")
+    torch.library.register_fake(f"keysift::{_name}", _fake, lib=_LIBRARY)
+_OPERATOR = torch.ops.keysift.sparse_mla.default

@@ -70,8 +70,14 @@ def check_extras(q: torch.Tensor, sink: torch.Tensor | None, topk_length: torch.
             )
 
 
-def check_requests(q: torch.Tensor, indices: torch.Tensor, topk_length: torch.Tensor | None) -> None:
-    """q [B, next_n, heads, D], indices [B, next_n, k], topk_length [B, next_n]."""
+def check_requests(
+    q: torch.Tensor,
+    indices: torch.Tensor,
+    topk_length: torch.Tensor | None,
+    out: torch.Tensor | None,
+    lse: torch.Tensor | None,
+) -> None:
+    """q [B, next_n, heads, D], indices [B, next_n, k], topk_length [B, next_n], contiguous out and lse."""
     for name, tensor, form in (("q", q, "[B, next_n, heads, head size]"), ("indices", indices, "[B, next_n, k]")):
         if not isinstance(tensor, torch.Tensor):
             raise TypeError(f"{name} is {type(tensor).__name__}; it must be a torch.Tensor")
@@ -81,6 +87,15 @@ def check_requests(q: torch.Tensor, indices: torch.Tensor, topk_length: torch.Te
         raise ValueError(f"indices has shape {list(indices.shape)}; q has {list(q.shape[:2])} requests and tokens")
     if topk_length is not None and topk_length.shape != q.shape[:2]:
         raise ValueError(f"topk_length has shape {list(topk_length.shape)}; it must be {list(q.shape[:2])}")
+    for name, given, rank in (("out", out, 4), ("lse", lse, 3)):
+        if given is None:
+            continue
+        _check_dtype(name, given, DTYPES)
+        if given.ndim != rank or given.shape[:2] != q.shape[:2] or not given.is_contiguous():
+            raise ValueError(
+                f"{name} has shape {list(given.shape)}, strides {list(given.stride())}; it must be contiguous and "
+                f"begin with {list(q.shape[:2])}, {rank} dimensions in all"
+            )
 
 
 def check_indices(q: torch.Tensor, indices: torch.Tensor) -> None:
@@ -101,6 +116,51 @@ def check_out(q: torch.Tensor, name: str, tensor: torch.Tensor, dtype: torch.dty
         raise ValueError(f"{name} has shape {list(tensor.shape)}; it must be {[f'at least {q.shape[0]}', *tail]}")
     if tensor.shape[0] and not tensor[0].is_contiguous():
         raise ValueError(f"{name} has strides {list(tensor.stride())}; the part of a token must be contiguous")
+
+
+def check_workspace(q: torch.Tensor, workspace: torch.Tensor | None) -> None:
+    """Flat bytes on q's device; the kernel that is chosen checks the size."""
+    if workspace is None:
+        return
+    _check_dtype("workspace", workspace, (torch.uint8,))
+    _check_device(q, "workspace", workspace)
+    if workspace.ndim != 1 or not workspace.is_contiguous():
+        raise ValueError(f"workspace has shape {list(workspace.shape)}; it must be flat and contiguous")
+
+
+def check_k(k: int) -> None:
+    """The width of indices, when they are not there yet."""
+    if isinstance(k, bool) or not isinstance(k, int):
+        raise TypeError(f"k is {k!r}; it must be an int")
+    if k < 0:
+        raise ValueError(f"k is {k}; it must be at least 0")
+
+
+def check_parts(outs: torch.Tensor, lses: torch.Tensor) -> None:
+    """outs [S, ..., V] and lses [S, ...] of at least one part."""
+    _check_dtype("outs", outs, DTYPES)
+    _check_dtype("lses", lses, (torch.float32,))
+    if lses.device != outs.device:
+        raise ValueError(f"lses is on {lses.device}; outs is on {outs.device}")
+    if outs.ndim < 2 or outs.shape[:-1] != lses.shape or len(lses) == 0:
+        raise ValueError(
+            f"lses has shape {list(lses.shape)}; outs has {list(outs.shape)}, [parts, ..., value_dim], so it must be "
+            f"{list(outs.shape[:-1])}, with one part at least"
+        )
+
+
+def check_combined(
+    outs: torch.Tensor, name: str, tensor: torch.Tensor, dtypes: tuple[torch.dtype, ...], shape: torch.Size
+) -> None:
+    """What combine_partials writes: contiguous, of that shape."""
+    _check_dtype(name, tensor, dtypes)
+    if tensor.device != outs.device:
+        raise ValueError(f"{name} is on {tensor.device}; outs is on {outs.device}")
+    if tensor.shape != shape or not tensor.is_contiguous():
+        raise ValueError(
+            f"{name} has shape {list(tensor.shape)}, strides {list(tensor.stride())}; it must be contiguous, "
+            f"{list(shape)}"
+        )
 
 
 def check_values(kv: torch.Tensor, indices: torch.Tensor) -> None:

@@ -1,16 +1,16 @@
-"""sparse_mla on a CPU: gather, then two batched matrix products.
+"""sparse_mla on a CPU: gather, then two matrix products.
 
-Parallel over tokens and heads (torch's threads). The selected latents of some tokens are gathered once as float32 and
-serve as keys and as values; the softmax works in place on the logits. Bound by the gather for few heads, by arithmetic
-for many.
+Parallel within a product and a gather (torch's threads). The latents of a token, or of as many small ones as fit the
+cache, are gathered as float32 into a buffer that is used again, and serve as keys and as values while they are warm;
+the softmax works in place on the logits. Bound by the gather for few heads, by arithmetic for many.
 """
 
 import torch
 
 from keysift.layout import TILE
 
-#: Bytes of gathered latents and logits at a time; a decode step of 16 requests at V3.2's sizes.
-BYTES = 96 << 20
+#: Bytes of gathered latents and logits at a time; one token of V3.2's sizes. Ten times as many are half as fast.
+BYTES = 6 << 20
 
 
 @torch.no_grad()
@@ -25,50 +25,59 @@ def run(
     topk_length: torch.Tensor | None,
     out: torch.Tensor,
     lse: torch.Tensor,
+    workspace: torch.Tensor,
 ) -> None:
     """Write `out` [T, heads, value_dim] and `lse` [T, heads]."""
+    tokens, heads, dim = q.shape
+    k = indices.shape[1]
     if topk_length is not None:
-        indices = indices.where(torch.arange(indices.shape[1]) < topk_length[:, None], -1)
-    chunk = max(1, BYTES // (4 * indices.shape[1] * (q.shape[2] + q.shape[1])))
-    for first in range(0, q.shape[0], chunk):
-        part = slice(first, first + chunk)
+        indices = indices.where(torch.arange(k) < topk_length[:, None], -1)
+    chunk = min(tokens, max(1, BYTES // (4 * k * (dim + heads))))
+    latents, logits = torch.empty(chunk, k, dim), torch.empty(chunk, heads, k)
+    for first in range(0, tokens, chunk):
+        part = slice(first, min(first + chunk, tokens))
+        size = part.stop - first
         absent = indices[part] < 0
         padded = bool(absent.any())
         slots = indices[part].clamp(min=0) if padded else indices[part]
-        latents = _gather(kv, scales, rope, slots.flatten()).view(*slots.shape, q.shape[2])
-        _attend(q[part].float(), latents, absent if padded else None, scale, out[part], lse[part])
+        _gather(kv, scales, rope, slots.flatten(), latents[:size].view(-1, dim))
+        _attend(
+            q[part].float() * scale, latents[:size], absent if padded else None, logits[:size], out[part], lse[part]
+        )
         if sink is not None:
             out[part] *= (lse[part] - sink).sigmoid_().masked_fill_(lse[part] == -torch.inf, 0.0).unsqueeze(-1)
 
 
 def _gather(
-    kv: torch.Tensor, scales: torch.Tensor | None, rope: torch.Tensor | None, slots: torch.Tensor
-) -> torch.Tensor:
-    """The latents of slots [n] as float32 [n, D]."""
+    kv: torch.Tensor, scales: torch.Tensor | None, rope: torch.Tensor | None, slots: torch.Tensor, latents: torch.Tensor
+) -> None:
+    """Write the latents of slots [n] as float32 [n, D]."""
     pages, size, dim = kv.shape
-    if scales is None or rope is None:
-        if pages == 1 or size == 1 or kv.stride(0) == size * kv.stride(1):  # no gaps between the pages
-            return kv.reshape(pages * size, dim).index_select(0, slots).float()
-        return kv[slots // size, slots % size].float()
-    page, offset = slots // size, slots % size
-    latents = torch.empty(len(slots), dim + rope.shape[2])
-    values = kv.view(torch.uint8)[page, offset].view(kv.dtype)  # torch indexes no fp8
-    torch.mul(values.float(), scales[page, offset].repeat_interleave(TILE, 1), out=latents[:, :dim])
-    latents[:, dim:] = rope[page, offset]
-    return latents
+    if scales is not None and rope is not None:
+        page, offset = slots // size, slots % size
+        values = kv.view(torch.uint8)[page, offset].view(kv.dtype)  # torch indexes no fp8
+        torch.mul(values.float(), scales[page, offset].repeat_interleave(TILE, 1), out=latents[:, :dim])
+        latents[:, dim:] = rope[page, offset]
+    elif pages > 1 and size > 1 and kv.stride(0) != size * kv.stride(1):  # gaps between the pages
+        latents.copy_(kv[slots // size, slots % size])
+    elif kv.dtype == torch.float32:
+        torch.index_select(kv.reshape(pages * size, dim), 0, slots, out=latents)
+    else:
+        latents.copy_(kv.reshape(pages * size, dim).index_select(0, slots))
 
 
 def _attend(
     q: torch.Tensor,
     latents: torch.Tensor,
     absent: torch.Tensor | None,
-    scale: float,
+    logits: torch.Tensor,
     out: torch.Tensor,
     lse: torch.Tensor,
 ) -> None:
+    """Some tokens, q times the scale; logits [T, heads, k] is written over."""
     if absent is not None:
         latents.masked_fill_(absent.unsqueeze(-1), 0.0)  # slot 0 stood in for them, and it may hold NaN
-    logits = torch.bmm(q, latents.transpose(1, 2)).mul_(scale)  # [T, heads, k]
+    torch.bmm(q, latents.transpose(1, 2), out=logits)
     if absent is not None:
         logits.masked_fill_(absent.unsqueeze(1), -torch.inf)
     highest = logits.amax(-1, keepdim=True)

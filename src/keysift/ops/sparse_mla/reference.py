@@ -20,6 +20,7 @@ def run(
     topk_length: torch.Tensor | None,
     out: torch.Tensor,
     lse: torch.Tensor,
+    workspace: torch.Tensor,
 ) -> None:
     """Write `out` [T, heads, value_dim] and `lse` [T, heads], some tokens at a time."""
     if topk_length is not None:
@@ -70,3 +71,16 @@ def attend(
         result = result * (sums - sink).sigmoid().masked_fill(sums == -torch.inf, 0.0)[..., None]
     out.copy_(result)
     lse.copy_(sums)
+
+
+@torch.no_grad()
+def combine(outs: torch.Tensor, lses: torch.Tensor, out: torch.Tensor, lse: torch.Tensor) -> None:
+    """Join parts: outs [S, R, V], lses [S, R] -> out [R, V], lse [R]."""
+    highest = lses.amax(0)
+    shift = highest.masked_fill(highest == -torch.inf, 0.0)
+    weights = (lses - shift).exp()
+    total = weights.sum(0)
+    # What a part of weight 0 holds is not a number to multiply: it may be NaN.
+    parts = (outs.float() * weights[..., None]).masked_fill(weights[..., None] == 0, 0.0)
+    out.copy_(parts.sum(0) / total.masked_fill(total == 0, 1.0)[..., None])
+    lse.copy_(shift + total.log())
