@@ -62,6 +62,12 @@ def test_select_compiles_within_its_bounds(tmp_path, variant, arch, dtype):
     assert static + variant.most_shared_memory <= 100 * 1024  # two CTAs on the smallest chip that has clusters
 
 
+@pytest.mark.parametrize("columns", [1, 4096, 8191, 8192])
+def test_rows_that_one_list_holds_get_no_cluster(columns):
+    assert kernel_cuda.plan(1, columns, 2048, 132, "sm_90").ctas == 1
+    assert kernel_cuda.plan(1, 8193 + columns, 2048, 132, "sm_90").ctas > 1
+
+
 @pytest.mark.parametrize("whole", [0, 16384])
 def test_every_shape_is_among_those_compiled(monkeypatch, whole):
     monkeypatch.setattr(kernel_cuda, "WHOLE", whole)

@@ -70,7 +70,7 @@ def plan(rows: int, columns: int, k: int, processors: int, arch: str) -> Plan:
             if columns <= variant.threads * variant.slots:
                 return Plan(variant, 1, 4 * min(k, columns))
     ctas = 1
-    if int(arch.removeprefix("sm_")) >= 90:
+    if int(arch.removeprefix("sm_")) >= 90 and columns > 8192:
         while ctas < 16 and columns // (ctas * 2) >= 4096:
             if rows * ctas * 2 > (processors if ctas == 1 and columns > 32768 else processors // 2):
                 break
