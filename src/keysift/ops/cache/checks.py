@@ -2,6 +2,7 @@
 
 import torch
 
+from keysift.checks import check_device, check_dtype
 from keysift.layout import IndexLayout
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -16,16 +17,16 @@ def check_layout(layout: object, kind: type) -> None:
 
 def check_tokens(name: str, tokens: torch.Tensor, width: int, cache: torch.Tensor) -> None:
     """[T, width] of a float dtype."""
-    _check_dtype(name, tokens, FLOATS)
-    _check_device(cache, name, tokens)
+    check_dtype(name, tokens, FLOATS)
+    check_device(name, tokens, "cache", cache)
     if tokens.ndim != 2 or tokens.shape[1] != width:
         raise ValueError(f"{name} has shape {list(tokens.shape)}; the layout makes it [tokens, {width}]")
 
 
 def check_slots(name: str, slots: torch.Tensor, count: int | None, cache: torch.Tensor) -> None:
     """[T] integers, one per token where there are tokens."""
-    _check_dtype(name, slots, INTEGERS)
-    _check_device(cache, name, slots)
+    check_dtype(name, slots, INTEGERS)
+    check_device(name, slots, "cache", cache)
     if slots.ndim != 1 or (count is not None and slots.shape[0] != count):
         raise ValueError(f"{name} has shape {list(slots.shape)}; it must be [{'slots' if count is None else count}]")
 
@@ -33,8 +34,8 @@ def check_slots(name: str, slots: torch.Tensor, count: int | None, cache: torch.
 def check_requests(block_table: torch.Tensor, cu_seqlens: torch.Tensor, tokens: int, cache: torch.Tensor) -> None:
     """A block table [B, P], cumulative lengths [B + 1], and how many rows are asked for."""
     for name, tensor in (("block_table", block_table), ("cu_seqlens", cu_seqlens)):
-        _check_dtype(name, tensor, INTEGERS)
-        _check_device(cache, name, tensor)
+        check_dtype(name, tensor, INTEGERS)
+        check_device(name, tensor, "cache", cache)
     if block_table.ndim != 2:
         raise ValueError(f"block_table has shape {list(block_table.shape)}; it must be [requests, pages per request]")
     if cu_seqlens.shape != (block_table.shape[0] + 1,):
@@ -52,8 +53,8 @@ def check_out(
     name: str, out: torch.Tensor, rows: int, width: int | None, dtypes: tuple[torch.dtype, ...], cache: torch.Tensor
 ) -> None:
     """[at least `rows`, width], or [at least `rows`]; the last dimension contiguous."""
-    _check_dtype(name, out, dtypes)
-    _check_device(cache, name, out)
+    check_dtype(name, out, dtypes)
+    check_device(name, out, "cache", cache)
     tail = () if width is None else (width,)
     if out.ndim != 1 + len(tail) or out.shape[0] < rows or out.shape[1:] != tail:
         raise ValueError(f"{name} has shape {list(out.shape)}; it must be {[f'at least {rows}', *tail]}")
@@ -89,15 +90,3 @@ def _refuse_first(name: str, tensor: torch.Tensor, bad: torch.Tensor, accepted: 
         raise ValueError(
             f"{name}{list(place)} is {int(tensor[place])}; it may be {accepted} (the first of {len(found)} bad ones)"
         )
-
-
-def _check_dtype(name: str, tensor: torch.Tensor, accepted: tuple[torch.dtype, ...]) -> None:
-    if not isinstance(tensor, torch.Tensor):
-        raise TypeError(f"{name} is {type(tensor).__name__}; it must be a torch.Tensor")
-    if tensor.dtype not in accepted:
-        raise TypeError(f"{name} is {tensor.dtype}; it may be {', '.join(str(dtype) for dtype in accepted)}")
-
-
-def _check_device(cache: torch.Tensor, name: str, tensor: torch.Tensor) -> None:
-    if tensor.device != cache.device:
-        raise ValueError(f"{name} is on {tensor.device}; cache is on {cache.device}")

@@ -2,6 +2,7 @@
 
 import torch
 
+from keysift.checks import check_device, check_dtype, refuse_first
 from keysift.layout import FP8, IndexLayout
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -11,13 +12,13 @@ INTEGERS = (torch.int32, torch.int64)
 
 def check_queries(q: torch.Tensor, weights: torch.Tensor) -> None:
     """q [M, H, D] with weights [M, H]."""
-    _check_dtype("q", q, FLOATS_AND_FP8)
+    check_dtype("q", q, FLOATS_AND_FP8)
     if q.ndim != 3:
         raise ValueError(f"q has shape {list(q.shape)}; it must be [rows, heads, head size]")
     if q.shape[1] == 0 or q.shape[2] == 0:
         raise ValueError(f"q has shape {list(q.shape)}; heads and head size must be at least 1")
-    _check_dtype("weights", weights, (torch.float32,))
-    _check_device(q, "weights", weights)
+    check_dtype("weights", weights, (torch.float32,))
+    check_device("weights", weights, "q", q)
     if weights.shape != q.shape[:2]:
         raise ValueError(
             f"weights has shape {list(weights.shape)}; q has {list(q.shape[:2])} rows and heads, which it must match"
@@ -26,15 +27,15 @@ def check_queries(q: torch.Tensor, weights: torch.Tensor) -> None:
 
 def check_keys(q: torch.Tensor, k: torch.Tensor, k_scale: torch.Tensor | None) -> None:
     """k [N, D] in one piece, k_scale [N]."""
-    _check_dtype("k", k, FLOATS_AND_FP8)
-    _check_device(q, "k", k)
+    check_dtype("k", k, FLOATS_AND_FP8)
+    check_device("k", k, "q", q)
     if k.ndim != 2 or k.shape[1] != q.shape[2]:
         raise ValueError(
             f"k has shape {list(k.shape)}; q has heads of {q.shape[2]}, so it must be [columns, {q.shape[2]}]"
         )
     if k_scale is not None:
-        _check_dtype("k_scale", k_scale, (torch.float32,))
-        _check_device(q, "k_scale", k_scale)
+        check_dtype("k_scale", k_scale, (torch.float32,))
+        check_device("k_scale", k_scale, "q", q)
         if k_scale.shape != k.shape[:1]:
             raise ValueError(
                 f"k_scale has shape {list(k_scale.shape)}; k has {k.shape[0]} keys, so it must be [{k.shape[0]}]"
@@ -52,8 +53,8 @@ def check_cache(
     elif isinstance(cache, torch.Tensor) and cache.dtype == torch.uint8:
         raise TypeError("cache is torch.uint8, fp8 keys with their scales; layout must say which, an IndexLayout")
     else:
-        _check_dtype("cache", cache, FLOATS)
-    _check_device(q, "cache", cache)
+        check_dtype("cache", cache, FLOATS)
+    check_device("cache", cache, "q", q)
     head_dim = cache.shape[-1] if layout is None else layout.head_dim
     if cache.ndim != 3 or cache.shape[1] == 0 or head_dim != q.shape[2]:
         raise ValueError(
@@ -67,8 +68,8 @@ def check_windows(q: torch.Tensor, starts: torch.Tensor | None, ends: torch.Tens
     """One bound per row, or none."""
     for name, bound in (("starts", starts), ("ends", ends)):
         if bound is not None:
-            _check_dtype(name, bound, INTEGERS)
-            _check_device(q, name, bound)
+            check_dtype(name, bound, INTEGERS)
+            check_device(name, bound, "q", q)
             if bound.shape != q.shape[:1]:
                 raise ValueError(
                     f"{name} has shape {list(bound.shape)}; q has {q.shape[0]} rows, so it must be [{q.shape[0]}]"
@@ -82,8 +83,8 @@ def check_requests(q: torch.Tensor, seq_lens: torch.Tensor, block_table: torch.T
     if next_n < 1:
         raise ValueError(f"next_n is {next_n}; it must be at least 1")
     for name, tensor in (("seq_lens", seq_lens), ("block_table", block_table)):
-        _check_dtype(name, tensor, INTEGERS)
-        _check_device(q, name, tensor)
+        check_dtype(name, tensor, INTEGERS)
+        check_device(name, tensor, "q", q)
     if seq_lens.ndim not in (1, 2) or (seq_lens.ndim == 2 and seq_lens.shape[1] != next_n):
         raise ValueError(
             f"seq_lens has shape {list(seq_lens.shape)}; it may be [B] or [B, next_n] with next_n = {next_n}"
@@ -101,8 +102,8 @@ def check_requests(q: torch.Tensor, seq_lens: torch.Tensor, block_table: torch.T
 
 def check_out(q: torch.Tensor, out: torch.Tensor, columns: int) -> None:
     """out float32 [at least M, at least `columns`] with adjacent columns."""
-    _check_dtype("out", out, (torch.float32,))
-    _check_device(q, "out", out)
+    check_dtype("out", out, (torch.float32,))
+    check_device("out", out, "q", q)
     if out.ndim != 2 or out.shape[0] < q.shape[0] or out.shape[1] < columns:
         raise ValueError(f"out has shape {list(out.shape)}; it must be [at least {q.shape[0]}, at least {columns}]")
     if out.shape[1] > 1 and out.stride(1) != 1:
@@ -121,33 +122,12 @@ def check_values(
     """KEYSIFT_CHECK=1: refuse windows that clamping would change, and pages that the cache lacks. Synchronises."""
     for name, bound, least in (("starts", starts, 0), ("ends or seq_lens", ends, next_n - 1)):
         if bound is not None:
-            _refuse_first(name, bound, (bound < least) | (bound > columns), f"[{least}, {columns}]")
+            refuse_first(name, bound, (bound < least) | (bound > columns), f"[{least}, {columns}]")
     if starts is not None and ends is not None:
-        _refuse_first("ends", ends, ends < starts, "the row's start or more")
+        refuse_first("ends", ends, ends < starts, "the row's start or more")
     if block_table is not None and ends is not None and rows:
         last = ends.reshape(len(block_table), -1).amax(1)  # per request, for lengths per row or per request
         first_column = torch.arange(block_table.shape[1], device=k.device) * k.shape[1]
         bad = (first_column < last[:, None]) & ((block_table < 0) | (block_table >= k.shape[0]))
         worst = block_table.gather(1, bad.int().argmax(1, keepdim=True))[:, 0]
-        _refuse_first("block_table", worst, bad.any(1), f"pages of [0, {k.shape[0]}) below the request's length")
-
-
-def _refuse_first(name: str, tensor: torch.Tensor, bad: torch.Tensor, accepted: str) -> None:
-    rows = bad.nonzero()
-    if rows.numel():
-        row = int(rows[0, 0])
-        raise ValueError(
-            f"{name}[{row}] is {int(tensor[row])}; it may be {accepted} (the first of {len(rows)} bad rows)"
-        )
-
-
-def _check_dtype(name: str, tensor: torch.Tensor, accepted: tuple[torch.dtype, ...]) -> None:
-    if not isinstance(tensor, torch.Tensor):
-        raise TypeError(f"{name} is {type(tensor).__name__}; it must be a torch.Tensor")
-    if tensor.dtype not in accepted:
-        raise TypeError(f"{name} is {tensor.dtype}; it may be {', '.join(str(dtype) for dtype in accepted)}")
-
-
-def _check_device(q: torch.Tensor, name: str, tensor: torch.Tensor) -> None:
-    if tensor.device != q.device:
-        raise ValueError(f"{name} is on {tensor.device}; q is on {q.device}")
+        refuse_first("block_table", worst, bad.any(1), f"pages of [0, {k.shape[0]}) below the request's length")

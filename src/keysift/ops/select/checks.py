@@ -2,6 +2,8 @@
 
 import torch
 
+from keysift.checks import check_device, check_dtype, refuse_first
+
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 INTEGERS = (torch.int32, torch.int64)
 
@@ -13,7 +15,7 @@ def check_scores(scores: torch.Tensor, k: int) -> None:
     if scores.ndim != 2:
         raise ValueError(f"scores has shape {list(scores.shape)}; it must be [rows, columns]")
     if scores.dtype not in DTYPES:
-        raise TypeError(f"scores is {scores.dtype}; it may be {_names(DTYPES)}")
+        raise TypeError(f"scores is {scores.dtype}; it may be {', '.join(str(dtype) for dtype in DTYPES)}")
     if scores.shape[1] >= 2**31:
         raise ValueError(f"scores has {scores.shape[1]} columns; an int32 index reaches 2**31 - 1")
     if isinstance(k, bool) or not isinstance(k, int):
@@ -134,7 +136,7 @@ def _check_result(
         raise TypeError(f"{label} is {type(tensor).__name__}; it must be a torch.Tensor")
     if tensor.dtype != dtype:
         raise TypeError(f"{label} is {tensor.dtype}; it must be {dtype}")
-    _check_device(scores, label, tensor)
+    check_device(label, tensor, "scores", scores)
     if tensor.ndim != 1 + len(shape) or tensor.shape[0] < rows or tensor.shape[1:] != shape:
         wanted = f"[at least {rows}]" if width is None else f"[at least {rows}, {width}]"
         raise ValueError(f"{label} has shape {list(tensor.shape)}; it must be {wanted}")
@@ -152,7 +154,7 @@ def check_workspace(scores: torch.Tensor, workspace: torch.Tensor | None) -> Non
         raise TypeError(f"workspace is {workspace.dtype}; it must be torch.uint8")
     if workspace.ndim != 1 or not workspace.is_contiguous():
         raise ValueError(f"workspace has shape {list(workspace.shape)}; it must be flat and contiguous")
-    _check_device(scores, "workspace", workspace)
+    check_device("workspace", workspace, "scores", scores)
 
 
 def check_window_values(
@@ -162,15 +164,15 @@ def check_window_values(
     columns = scores.shape[1]
     for name, bound in ((start_name, start), (end_name, end)):
         if bound is not None:
-            _refuse_first(name, bound, (bound < 0) | (bound > columns), f"[0, {columns}]")
+            refuse_first(name, bound, (bound < 0) | (bound > columns), f"[0, {columns}]")
     if start is not None and end is not None:
-        _refuse_first(end_name, end, end < start, f"{start_name} of its row or more")
+        refuse_first(end_name, end, end < start, f"{start_name} of its row or more")
 
 
 def check_length_values(scores: torch.Tensor, seq_lens: torch.Tensor, next_n: int) -> None:
     """KEYSIFT_CHECK=1: refuse lengths that clamping would change. Synchronises."""
     columns, least = scores.shape[1], next_n - 1 if seq_lens.ndim == 1 else 0
-    _refuse_first("seq_lens", seq_lens, (seq_lens < least) | (seq_lens > columns), f"[{least}, {columns}]")
+    refuse_first("seq_lens", seq_lens, (seq_lens < least) | (seq_lens > columns), f"[{least}, {columns}]")
 
 
 def check_page_values(
@@ -186,7 +188,7 @@ def check_page_values(
     """
     table_rows, pages = page_table.shape
     if page_rows is not None:
-        _refuse_first("page_rows", page_rows, (page_rows < 0) | (page_rows >= table_rows), f"[0, {table_rows})")
+        refuse_first("page_rows", page_rows, (page_rows < 0) | (page_rows >= table_rows), f"[0, {table_rows})")
     rows, columns = scores.shape
     own = torch.arange(rows, device=scores.device) if page_rows is None else page_rows.long()
     first = torch.zeros_like(own) if start is None else start.long()
@@ -196,31 +198,9 @@ def check_page_values(
     reached = torch.zeros(table_rows, dtype=torch.int64, device=scores.device)
     reached.scatter_reduce_(0, own, (last - first).clamp(min=0), "amax")
     bad = (page * page_size < reached[:, None]) & ((page_table < 0) | (page_table >= largest))
-    _refuse_first("page_table", page_table, bad, f"[0, {largest}) below the length of a row that reads it")
-
-
-def _refuse_first(name: str, tensor: torch.Tensor, bad: torch.Tensor, accepted: str) -> None:
-    places = bad.nonzero()
-    if places.numel():
-        place = tuple(int(index) for index in places[0])
-        rows = len(places[:, 0].unique())
-        raise ValueError(
-            f"{name}{list(place)} is {int(tensor[place])}; it may be {accepted} (the first of {rows} bad rows)"
-        )
+    refuse_first("page_table", page_table, bad, f"[0, {largest}) below the length of a row that reads it")
 
 
 def _check_integers(scores: torch.Tensor, name: str, tensor: torch.Tensor) -> None:
-    if not isinstance(tensor, torch.Tensor):
-        raise TypeError(f"{name} is {type(tensor).__name__}; it must be a torch.Tensor")
-    if tensor.dtype not in INTEGERS:
-        raise TypeError(f"{name} is {tensor.dtype}; it may be {_names(INTEGERS)}")
-    _check_device(scores, name, tensor)
-
-
-def _check_device(scores: torch.Tensor, name: str, tensor: torch.Tensor) -> None:
-    if tensor.device != scores.device:
-        raise ValueError(f"{name} is on {tensor.device}; scores is on {scores.device}")
-
-
-def _names(dtypes: tuple[torch.dtype, ...]) -> str:
-    return ", ".join(str(dtype) for dtype in dtypes)
+    check_dtype(name, tensor, INTEGERS)
+    check_device(name, tensor, "scores", scores)

@@ -2,6 +2,7 @@
 
 import torch
 
+from keysift.checks import check_device, check_dtype
 from keysift.layout import LatentLayout
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -9,7 +10,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 def check_queries(q: torch.Tensor) -> None:
     """q [T, heads, D]."""
-    _check_dtype("q", q, DTYPES)
+    check_dtype("q", q, DTYPES)
     if q.ndim != 3 or q.shape[1] == 0 or q.shape[2] == 0:
         raise ValueError(
             f"q has shape {list(q.shape)}; it must be [tokens, heads, head size], heads and size at least 1"
@@ -31,8 +32,8 @@ def check_latents(
     elif isinstance(kv, torch.Tensor) and kv.dtype == torch.uint8:
         raise TypeError("kv is torch.uint8, fp8 latents with their scales; layout must say which, a LatentLayout")
     else:
-        _check_dtype("kv", kv, DTYPES)
-    _check_device(q, "kv", kv)
+        check_dtype("kv", kv, DTYPES)
+    check_device("kv", kv, "q", q)
     width = kv.shape[-1] if layout is None else layout.dim
     if kv.ndim not in (2, 3) or width != dim:
         raise ValueError(
@@ -54,15 +55,15 @@ def check_latents(
 def check_extras(q: torch.Tensor, sink: torch.Tensor | None, topk_length: torch.Tensor | None) -> None:
     """sink float32 [heads], topk_length integers [T]."""
     if sink is not None:
-        _check_dtype("sink", sink, (torch.float32,))
-        _check_device(q, "sink", sink)
+        check_dtype("sink", sink, (torch.float32,))
+        check_device("sink", sink, "q", q)
         if sink.shape != q.shape[1:2]:
             raise ValueError(
                 f"sink has shape {list(sink.shape)}; q has {q.shape[1]} heads, so it must be [{q.shape[1]}]"
             )
     if topk_length is not None:
-        _check_dtype("topk_length", topk_length, (torch.int32, torch.int64))
-        _check_device(q, "topk_length", topk_length)
+        check_dtype("topk_length", topk_length, (torch.int32, torch.int64))
+        check_device("topk_length", topk_length, "q", q)
         if topk_length.shape != q.shape[:1]:
             raise ValueError(
                 f"topk_length has shape {list(topk_length.shape)}; q has {q.shape[0]} tokens, "
@@ -90,7 +91,7 @@ def check_requests(
     for name, given, rank in (("out", out, 4), ("lse", lse, 3)):
         if given is None:
             continue
-        _check_dtype(name, given, DTYPES)
+        check_dtype(name, given, DTYPES)
         if given.ndim != rank or given.shape[:2] != q.shape[:2] or not given.is_contiguous():
             raise ValueError(
                 f"{name} has shape {list(given.shape)}, strides {list(given.stride())}; it must be contiguous and "
@@ -100,8 +101,8 @@ def check_requests(
 
 def check_indices(q: torch.Tensor, indices: torch.Tensor) -> None:
     """indices int32 [T, k]."""
-    _check_dtype("indices", indices, (torch.int32,))
-    _check_device(q, "indices", indices)
+    check_dtype("indices", indices, (torch.int32,))
+    check_device("indices", indices, "q", q)
     if indices.ndim != 2 or indices.shape[0] != q.shape[0]:
         raise ValueError(
             f"indices has shape {list(indices.shape)}; q has {q.shape[0]} tokens, so it must be [{q.shape[0]}, k]"
@@ -110,8 +111,8 @@ def check_indices(q: torch.Tensor, indices: torch.Tensor) -> None:
 
 def check_out(q: torch.Tensor, name: str, tensor: torch.Tensor, dtype: torch.dtype, tail: tuple[int, ...]) -> None:
     """[at least T, *tail] with contiguous rows."""
-    _check_dtype(name, tensor, (dtype,))
-    _check_device(q, name, tensor)
+    check_dtype(name, tensor, (dtype,))
+    check_device(name, tensor, "q", q)
     if tensor.ndim != 1 + len(tail) or tensor.shape[0] < q.shape[0] or tensor.shape[1:] != tail:
         raise ValueError(f"{name} has shape {list(tensor.shape)}; it must be {[f'at least {q.shape[0]}', *tail]}")
     if tensor.shape[0] and not tensor[0].is_contiguous():
@@ -122,8 +123,8 @@ def check_workspace(q: torch.Tensor, workspace: torch.Tensor | None) -> None:
     """Flat bytes on q's device; the kernel that is chosen checks the size."""
     if workspace is None:
         return
-    _check_dtype("workspace", workspace, (torch.uint8,))
-    _check_device(q, "workspace", workspace)
+    check_dtype("workspace", workspace, (torch.uint8,))
+    check_device("workspace", workspace, "q", q)
     if workspace.ndim != 1 or not workspace.is_contiguous():
         raise ValueError(f"workspace has shape {list(workspace.shape)}; it must be flat and contiguous")
 
@@ -138,10 +139,9 @@ def check_k(k: int) -> None:
 
 def check_parts(outs: torch.Tensor, lses: torch.Tensor) -> None:
     """outs [S, ..., V] and lses [S, ...] of at least one part."""
-    _check_dtype("outs", outs, DTYPES)
-    _check_dtype("lses", lses, (torch.float32,))
-    if lses.device != outs.device:
-        raise ValueError(f"lses is on {lses.device}; outs is on {outs.device}")
+    check_dtype("outs", outs, DTYPES)
+    check_dtype("lses", lses, (torch.float32,))
+    check_device("lses", lses, "outs", outs)
     if outs.ndim < 2 or outs.shape[:-1] != lses.shape or len(lses) == 0:
         raise ValueError(
             f"lses has shape {list(lses.shape)}; outs has {list(outs.shape)}, [parts, ..., value_dim], so it must be "
@@ -153,9 +153,8 @@ def check_combined(
     outs: torch.Tensor, name: str, tensor: torch.Tensor, dtypes: tuple[torch.dtype, ...], shape: torch.Size
 ) -> None:
     """What combine_partials writes: contiguous, of that shape."""
-    _check_dtype(name, tensor, dtypes)
-    if tensor.device != outs.device:
-        raise ValueError(f"{name} is on {tensor.device}; outs is on {outs.device}")
+    check_dtype(name, tensor, dtypes)
+    check_device(name, tensor, "outs", outs)
     if tensor.shape != shape or not tensor.is_contiguous():
         raise ValueError(
             f"{name} has shape {list(tensor.shape)}, strides {list(tensor.stride())}; it must be contiguous, "
@@ -173,15 +172,3 @@ def check_values(kv: torch.Tensor, indices: torch.Tensor) -> None:
             f"indices[{token}, {column}] is {int(indices[token, column])}; it may be -1 or [0, {slots}) "
             f"(token {token} is the first of {len(bad[:, 0].unique())} bad ones)"
         )
-
-
-def _check_dtype(name: str, tensor: torch.Tensor, accepted: tuple[torch.dtype, ...]) -> None:
-    if not isinstance(tensor, torch.Tensor):
-        raise TypeError(f"{name} is {type(tensor).__name__}; it must be a torch.Tensor")
-    if tensor.dtype not in accepted:
-        raise TypeError(f"{name} is {tensor.dtype}; it may be {', '.join(str(dtype) for dtype in accepted)}")
-
-
-def _check_device(q: torch.Tensor, name: str, tensor: torch.Tensor) -> None:
-    if tensor.device != q.device:
-        raise ValueError(f"{name} is on {tensor.device}; q is on {q.device}")
