@@ -157,6 +157,11 @@ class LatentLayout:
 TILE = 128
 
 
+def take(values: torch.Tensor, *index: torch.Tensor) -> torch.Tensor:
+    """values[index], by the bytes where the values are fp8, which torch does not index."""
+    return values[index] if values.element_size() > 1 else values.view(torch.uint8)[index].view(values.dtype)
+
+
 def _check_format(format: str, known: tuple[str, ...]) -> None:
     if format not in known:
         raise ValueError(f"format is {format!r}; it may be {', '.join(map(repr, known))}")

@@ -72,11 +72,7 @@ def check_cache(kernel: str | None = None, device: torch.device | str = "cpu", s
         own = INDEX if isinstance(layout, IndexLayout) else LATENT
         found = dict(_findings(layout, dtype, kernel, torch.device(device), seed + number))
         for name in (own, *LINES[2:]):
-            line, failure = report.lines[name], found.get(name, "")
-            line.passed += not failure
-            line.failed += bool(failure)
-            where = f"seed {seed + number}, {dtype} to {layout}"
-            line.first_failure = line.first_failure or (f"{where}: {failure}" if failure else "")
+            report.lines[name].count(found.get(name, ""), f"seed {seed + number}, {dtype} to {layout}")
     return report
 
 

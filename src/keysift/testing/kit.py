@@ -84,7 +84,7 @@ def check_select(
             progress(done, total, str(case))
     line = report.lines[REFUSED]
     for done, refusal in enumerate(refused, start=len(asked) + 1):
-        _count(line, refusal.judge(), f"{refusal.name}")
+        line.count(refusal.judge(), refusal.name)
         if progress:
             progress(done, total, refusal.name)
     return report
@@ -96,14 +96,6 @@ def claimed(case: Case, features: frozenset[str]) -> Case:
         if feature not in features:
             case = dataclasses.replace(case, **plainer)  # type: ignore[arg-type]
     return case
-
-
-def _count(line: Line, failure: str, where: str) -> None:
-    if not failure:
-        line.passed += 1
-        return
-    line.failed += 1
-    line.first_failure = line.first_failure or f"{where}: {failure}"
 
 
 @dataclass(slots=True)
@@ -122,7 +114,7 @@ class _Judgement:
         where = f"seed {self.seed}, {self.case}"
         if unmet:
             report.declined += 1
-            _count(report.lines[REFUSED], self.refuses(call, unmet), where)
+            report.lines[REFUSED].count(self.refuses(call, unmet), where)
             return
         found = dict(self.findings(call))
         for name in lines.lines_of(self.case):
@@ -132,7 +124,7 @@ class _Judgement:
             elif name not in found:
                 line.undecided += 1
         for name, message in found.items():
-            _count(report.lines[name], message, where)
+            report.lines[name].count(message, where)
 
     def findings(self, call: calls.Call) -> list[Finding]:
         """What the case breaks; nothing if all is well."""

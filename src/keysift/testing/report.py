@@ -17,6 +17,14 @@ class Line:
     undecided: int = 0  # cases of this line that failed in another one
     first_failure: str = ""  # seed, case and what was broken
 
+    def count(self, failure: str, where: str) -> None:
+        """Enter a case: `failure` says what was broken in it, and is empty if nothing was."""
+        if not failure:
+            self.passed += 1
+            return
+        self.failed += 1
+        self.first_failure = self.first_failure or f"{where}: {failure}"
+
     @property
     def verdict(self) -> str:
         """One of "failed", "undecided", "passed"; "not claimed" where no case was run."""

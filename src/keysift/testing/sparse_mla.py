@@ -188,17 +188,11 @@ def check_sparse_mla(kernel: str | None = None, device: torch.device | str = "cp
         call = build(case, device, seed + number)
         found = dict(_findings(case, call, kernel))
         for name in case.lines:
-            _count(report.lines[name], found.get(name, ""), f"seed {seed + number}, {case}")
+            report.lines[name].count(found.get(name, ""), f"seed {seed + number}, {case}")
     case = replace(cases()[0], k=60, holes="some")
-    _count(report.lines[PARTS], _parts(build(case, device, seed), case.value_dim, kernel), f"seed {seed}, {case}")
-    _count(report.lines[REFUSED], _refusal(build(case, device, seed), case.value_dim, kernel), f"{case}")
+    report.lines[PARTS].count(_parts(build(case, device, seed), case.value_dim, kernel), f"seed {seed}, {case}")
+    report.lines[REFUSED].count(_refusal(build(case, device, seed), case.value_dim, kernel), str(case))
     return report
-
-
-def _count(line: Line, failure: str, where: str) -> None:
-    line.passed += not failure
-    line.failed += bool(failure)
-    line.first_failure = line.first_failure or (f"{where}: {failure}" if failure else "")
 
 
 def _options(call: Call, value_dim: int, kernel: str | None) -> dict[str, object]:

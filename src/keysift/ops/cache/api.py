@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
-from keysift import dispatch
+from keysift import dispatch, kernels
 from keysift.dispatch import Device, Kernel
 from keysift.layout import FP8, IndexLayout, LatentLayout
 
@@ -28,26 +28,14 @@ class Problem:
         return f"{self.operation} of {self.format} on {self.device}"
 
 
-def _unmet_cpu(problem: Problem) -> list[str]:
-    return [] if problem.device.type == "cpu" else [f"device is {problem.device}, needs cpu"]
-
-
 def _unmet_triton(problem: Problem) -> list[str]:
-    runs = problem.device.type in ("cuda", "hip") or dispatch.TRITON_INTERPRETS
-    return [
-        *([] if runs else [f"device is {problem.device}, needs cuda or hip"]),
-        *([] if problem.device.has("triton") else ["the package triton is not installed"]),
-    ]
-
-
-def _unmet_reference(problem: Problem) -> list[str]:
-    return []
+    return kernels.unmet_triton(problem.device)
 
 
 KERNELS = (
-    Kernel("cpu", _unmet_cpu, "keysift.ops.cache.kernel_cpu:run"),
+    Kernel("cpu", kernels.unmet_cpu, "keysift.ops.cache.kernel_cpu:run"),
     Kernel("triton", _unmet_triton, "keysift.ops.cache.kernel_triton:run"),
-    Kernel("reference", _unmet_reference, "keysift.ops.cache.reference:run"),
+    Kernel("reference", kernels.unmet_nothing, "keysift.ops.cache.reference:run"),
 )
 
 

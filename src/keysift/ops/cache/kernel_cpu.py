@@ -8,7 +8,7 @@ import itertools
 
 import torch
 
-from keysift.layout import FLOOR, FP8, LARGEST, TILE, IndexLayout, LatentLayout
+from keysift.layout import FLOOR, FP8, LARGEST, TILE, IndexLayout, LatentLayout, take
 
 BLOCK = 1024
 
@@ -56,15 +56,13 @@ def gather_index(
     """Whole pages of one request after another."""
     values, scales = layout.views(cache)
     size, ends = layout.page_size, cu_seqlens.tolist()
-    raw = values.view(torch.uint8) if layout.is_fp8 else values
-    result = out.view(torch.uint8) if layout.is_fp8 else out
     for request, (first, last) in enumerate(itertools.pairwise(ends)):
         last = min(last, len(out))  # noqa: PLW2901 - rows that nobody asked for
         for position in range(0, last - first, BLOCK * size):
             count = min(BLOCK * size, last - first - position)
             pages = block_table[request, position // size : -(-(position + count) // size)].long()
             rows = slice(first + position, first + position + count)
-            result[rows] = raw[pages].flatten(0, 1)[:count]
+            out[rows] = take(values, pages).flatten(0, 1)[:count]
             if scales is not None and out_scale is not None:
                 out_scale[rows] = scales[pages].flatten()[:count]
 
@@ -77,7 +75,7 @@ def gather_latent(cache: torch.Tensor, slots: torch.Tensor, layout: LatentLayout
         page, offset = slot // layout.page_size, slot % layout.page_size
         if layout.is_fp8:
             values, scales, rope = layout.views(cache)
-            codes = values.view(torch.uint8)[page, offset].view(FP8[layout.format])
+            codes = take(values, page, offset)
             result[:, : layout.value_dim] = codes.float().mul_(scales[page, offset].repeat_interleave(TILE, 1))
             result[:, layout.value_dim :] = rope[page, offset]
         else:

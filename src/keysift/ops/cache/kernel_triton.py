@@ -10,12 +10,11 @@ formats give the same bytes on every chip and in Triton's interpreter. The divis
 Cost: a token is read once and written once, nothing is allocated; 64-bit offsets; no shared memory but a reduction.
 """
 
-import contextlib
-
 import torch
 import triton
 import triton.language as tl
 
+from keysift.kernels import on_device_of
 from keysift.layout import FLOOR, LARGEST, TILE, IndexLayout, LatentLayout
 
 #: Integers as wide as a float, through which its bits are written.
@@ -29,7 +28,7 @@ def run(operation: str, *arguments: object) -> None:
 
 def _write_index(k: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor, layout: IndexLayout) -> None:
     size, dim = layout.page_size, layout.head_dim
-    with _device(cache):
+    with on_device_of(cache):
         if not layout.is_fp8:
             _write_plain(k, cache, slots, size, dim)
             return
@@ -42,7 +41,7 @@ def _write_index(k: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor, layo
 
 
 def _write_latent(latent: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor, layout: LatentLayout) -> None:
-    with _device(cache):
+    with on_device_of(cache):
         if not layout.is_fp8:
             _write_plain(latent, cache, slots, layout.page_size, layout.dim)
             return
@@ -73,7 +72,7 @@ def _gather_index(
     size, dim = layout.page_size, layout.head_dim
     bits = torch.uint8 if layout.is_fp8 else BITS[cache.element_size()]
     scales = out.view(bits) if out_scale is None else _bits(out_scale)  # never written where there are none
-    with _device(cache):
+    with on_device_of(cache):
         gather_index_kernel[(out.shape[0],)](
             cache.view(bits), block_table, cu_seqlens, out.view(bits), scales,
             cache.stride(0), *block_table.stride(), cu_seqlens.stride(0), out.stride(0), scales.stride(0),
@@ -84,7 +83,7 @@ def _gather_index(
 def _gather_latent(cache: torch.Tensor, slots: torch.Tensor, layout: LatentLayout, out: torch.Tensor) -> None:
     rows, size = slots.shape[0], layout.page_size
     strides = (cache.stride(0), slots.stride(0))
-    with _device(cache):
+    with on_device_of(cache):
         if not layout.is_fp8:
             copy_kernel[(rows,)](
                 _bits(out), cache, slots, *out.stride(), *strides, size, layout.dim,
@@ -112,11 +111,6 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
 
 def _name(tensor: torch.Tensor) -> str:
     return str(tensor.dtype).removeprefix("torch.")
-
-
-def _device(tensor: torch.Tensor) -> contextlib.AbstractContextManager[object]:
-    """Triton launches on the current device; the interpreter has none."""
-    return torch.cuda.device(tensor.device) if tensor.is_cuda else contextlib.nullcontext()
 
 
 @triton.jit

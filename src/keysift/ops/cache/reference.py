@@ -2,7 +2,7 @@
 
 import torch
 
-from keysift.layout import FLOOR, FP8, LARGEST, TILE, IndexLayout, LatentLayout
+from keysift.layout import FLOOR, FP8, LARGEST, TILE, IndexLayout, LatentLayout, take
 
 
 @torch.no_grad()
@@ -49,7 +49,7 @@ def gather_index(
     page = block_table[request, position // layout.page_size].long()
     offset = position % layout.page_size
     values, scales = layout.views(cache)
-    out[row] = _load(values, page, offset)
+    out[row] = take(values, page, offset)
     if scales is not None and out_scale is not None:
         out_scale[row] = scales[page, offset]
 
@@ -63,7 +63,7 @@ def gather_latent(cache: torch.Tensor, slots: torch.Tensor, layout: LatentLayout
         out[token] = cache[page, offset].to(out.dtype)
         return
     values, scales, rope = layout.views(cache)
-    tiles = _load(values, page, offset).float().unflatten(1, (-1, TILE))
+    tiles = take(values, page, offset).float().unflatten(1, (-1, TILE))
     out[token, : layout.value_dim] = (tiles * scales[page, offset][..., None]).flatten(1).to(out.dtype)
     out[token, layout.value_dim :] = rope[page, offset].to(out.dtype)
 
@@ -96,12 +96,6 @@ def _as(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 def _store_fp8(values: torch.Tensor, page: torch.Tensor, offset: torch.Tensor, codes: torch.Tensor) -> None:
     """As bytes: torch has no indexed write for fp8."""
     values.view(torch.uint8)[page, offset] = codes.view(torch.uint8)
-
-
-def _load(values: torch.Tensor, page: torch.Tensor, offset: torch.Tensor) -> torch.Tensor:
-    if values.dtype.itemsize > 1:
-        return values[page, offset]
-    return values.view(torch.uint8)[page, offset].view(values.dtype)
 
 
 def run(operation: str, *arguments: object) -> None:

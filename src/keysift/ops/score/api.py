@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import torch
 
-from keysift import dispatch
+from keysift import dispatch, kernels
 from keysift.dispatch import Device, Kernel
 from keysift.layout import IndexLayout
 
@@ -31,16 +31,10 @@ class Problem:
         return f"{self.k_dtype} keys ({form}) on {self.device}".removeprefix("torch.")
 
 
-def _unmet_cpu(problem: Problem) -> list[str]:
-    return [] if problem.device.type == "cpu" else [f"device is {problem.device}, needs cpu"]
-
-
 def _unmet_triton(problem: Problem) -> list[str]:
-    runs = problem.device.type in ("cuda", "hip") or dispatch.TRITON_INTERPRETS
     fits = problem.heads <= 256 and problem.head_dim <= 256
     return [
-        *([] if runs else [f"device is {problem.device}, needs cuda or hip"]),
-        *([] if problem.device.has("triton") else ["the package triton is not installed"]),
+        *kernels.unmet_triton(problem.device),
         *([] if fits else [f"heads are {problem.heads} of {problem.head_dim}, needs at most 256 of 256"]),
         *_unmet_fp8(problem),
     ]
@@ -48,24 +42,20 @@ def _unmet_triton(problem: Problem) -> list[str]:
 
 def _unmet_fp8(problem: Problem) -> list[str]:
     """Chips convert and multiply their own fp8 only."""
-    if not problem.device.arch:
+    arch = problem.device.arch
+    if not arch:
         return []
     formats = {str(dtype).removeprefix("torch.float8_") for dtype in (problem.q_dtype, problem.k_dtype)}
-    arch = problem.device.arch
     own = "e4m3fnuz" if arch.startswith("gfx94") else "" if arch.startswith(("sm_7", "sm_80", "sm_86")) else "e4m3fn"
     foreign = sorted((formats & {"e4m3fn", "e4m3fnuz"}) - {own})
     needs = f"needs float8_{own}" if own else "which has no fp8"
     return [f"dtype is float8_{foreign[0]} on {problem.device}, {needs}"] if foreign else []
 
 
-def _unmet_reference(problem: Problem) -> list[str]:
-    return []
-
-
 KERNELS = (
-    Kernel("cpu", _unmet_cpu, "keysift.ops.score.kernel_cpu:run"),
+    Kernel("cpu", kernels.unmet_cpu, "keysift.ops.score.kernel_cpu:run"),
     Kernel("triton", _unmet_triton, "keysift.ops.score.kernel_triton:run"),
-    Kernel("reference", _unmet_reference, "keysift.ops.score.reference:run"),
+    Kernel("reference", kernels.unmet_nothing, "keysift.ops.score.reference:run"),
 )
 
 

@@ -12,7 +12,6 @@ Cost: prefill is bound by the product, 2 * H * D operations a cell beside 3 H of
 bytes a key (fp8) until H * next_n exceeds about 64. fp8 products accumulate as the chip's matrix unit does.
 """
 
-import contextlib
 from dataclasses import dataclass
 
 import torch
@@ -20,8 +19,9 @@ import triton
 import triton.language as tl
 
 from keysift.dispatch import TRITON_INTERPRETS, device_of
+from keysift.kernels import on_device_of
+from keysift.layout import FP8
 
-FP8 = (torch.float8_e4m3fn, torch.float8_e4m3fnuz)
 INTERPRETS = tl.constexpr(TRITON_INTERPRETS)
 #: Programs of the decode kernel for each processor.
 RESIDENT = 2
@@ -53,11 +53,11 @@ class Plan:
 def plan(q_dtype: torch.dtype, k_dtype: torch.dtype, heads: int, head_dim: int) -> Plan:
     """Tiles whose operands fit 64 KB of shared memory for 16-bit and 8-bit products, the least of the chips we name."""
     dtypes = {q_dtype, k_dtype}
-    if len(dtypes) == 1 and q_dtype in FP8:
+    if len(dtypes) == 1 and q_dtype in FP8.values():
         compute, size = "fp8", 1
-    elif dtypes <= {torch.bfloat16, *FP8}:
+    elif dtypes <= {torch.bfloat16, *FP8.values()}:
         compute, size = "bf16", 2
-    elif dtypes <= {torch.float16, *FP8}:
+    elif dtypes <= {torch.float16, *FP8.values()}:
         compute, size = "fp16", 2
     else:
         compute, size = "fp32", 4
@@ -99,7 +99,7 @@ def run(
         "BLOCK_N": p.block_n,
     }
     facts |= {"COMPUTE": p.compute, "HAS_SCALE": k_scale is not None, "num_warps": p.warps, "num_stages": p.stages}
-    with torch.cuda.device(q.device) if q.is_cuda else contextlib.nullcontext():
+    with on_device_of(q):
         if block_table is None:
             bounds = (weights if starts is None else starts, weights if ends is None else ends)
             block_m = 32 * p.queries

@@ -2,6 +2,8 @@
 
 import torch
 
+from keysift.layout import take
+
 
 @torch.no_grad()
 def run(
@@ -30,18 +32,13 @@ def run(
             # Pages past the row's end may hold anything, so page 0 stands in for them.
             reached = torch.arange(pages, device=q.device) * page_size < upper[row]
             table = block_table[row // next_n].where(reached, 0).long()
-            keys = _pages(k, table).flatten(0, 1)[:columns]
+            keys = take(k, table).flatten(0, 1)[:columns]
             scale = None if k_scale is None else k_scale[table].flatten()[:columns]
         logits = (q[row].float().clone() @ keys.float().T).relu()  # [H, N]
         scores = weights[row].clone() @ logits
         if scale is not None:
             scores = scores * scale
         out[row, :columns].copy_(torch.where(inside, scores, out[row, :columns]))
-
-
-def _pages(k: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
-    """k[table]; by its bytes where the keys are fp8, which torch does not index."""
-    return k[table] if k.element_size() > 1 else k.view(torch.uint8)[table].view(k.dtype)
 
 
 def windows(

@@ -7,7 +7,7 @@ from typing import cast
 
 import torch
 
-from keysift import dispatch
+from keysift import dispatch, kernels
 from keysift.dispatch import Device, Kernel
 
 from . import checks
@@ -33,7 +33,7 @@ class Problem:
 
 def _unmet_cpu(problem: Problem) -> list[str]:
     return [
-        *([] if problem.device.type == "cpu" else [f"device is {problem.device}, needs cpu"]),
+        *kernels.unmet_cpu(problem),
         *([] if problem.column_stride == 1 else [f"column stride is {problem.column_stride}, needs 1"]),
     ]
 
@@ -80,11 +80,9 @@ def _has_nvrtc(device: Device) -> bool:
 
 
 def _unmet_triton(problem: Problem) -> list[str]:
-    runs = problem.device.type in ("cuda", "hip") or dispatch.TRITON_INTERPRETS
     return [
         *_unmet_sizes(problem),
-        *([] if runs else [f"device is {problem.device}, needs cuda or hip"]),
-        *([] if problem.device.has("triton") else ["the package triton is not installed"]),
+        *kernels.unmet_triton(problem.device),
         *([] if problem.column_stride == 1 else [f"column stride is {problem.column_stride}, needs 1"]),
     ]
 
@@ -95,15 +93,11 @@ def _workspace_triton(problem: Problem) -> int:
     return workspace_size(problem.rows, problem.columns, problem.k, problem.device.processors)
 
 
-def _unmet_reference(problem: Problem) -> list[str]:
-    return []
-
-
 KERNELS = (
     Kernel("cpu", _unmet_cpu, "keysift.ops.select.kernel_cpu:run", _workspace_cpu),
     Kernel("cuda", _unmet_cuda, "keysift.ops.select.kernel_cuda:run"),
     Kernel("triton", _unmet_triton, "keysift.ops.select.kernel_triton:run", _workspace_triton),
-    Kernel("reference", _unmet_reference, "keysift.ops.select.reference:run"),
+    Kernel("reference", kernels.unmet_nothing, "keysift.ops.select.reference:run"),
 )
 
 

@@ -1,12 +1,12 @@
 """select in Triton: plan and launch; kernel_triton_code.py has the algorithm."""
 
-import contextlib
 from dataclasses import dataclass
 
 import torch
 import triton
 
 from keysift.dispatch import device_of
+from keysift.kernels import on_device_of
 
 from .kernel_triton_code import select_finish_kernel, select_scan_kernel, select_whole_kernel
 
@@ -122,8 +122,7 @@ def run(
         out.stride(0), _stride(values), _stride(counts),
     )  # fmt: skip
     page_size = max(page_size, 1)
-    # Triton launches on the current device; the interpreter has none.
-    with torch.cuda.device(scores.device) if scores.is_cuda else contextlib.nullcontext():
+    with on_device_of(scores):
         _launch(p, inputs, outputs, strides, workspace, rows, columns, k, next_n, limit, page_size, windows, results)
 
 

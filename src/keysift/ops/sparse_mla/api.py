@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import torch
 
-from keysift import dispatch
+from keysift import dispatch, kernels
 from keysift.dispatch import Device, Kernel
 from keysift.layout import LatentLayout
 
@@ -33,10 +33,6 @@ class Problem:
         return f"{self.dtype} queries on {self.kv_dtype} latents on {self.device}".replace("torch.", "")
 
 
-def _unmet_cpu(problem: Problem) -> list[str]:
-    return [] if problem.device.type == "cpu" else [f"device is {problem.device}, needs cpu"]
-
-
 def _unmet_triton(problem: Problem) -> list[str]:
     unmet = _unmet_gpu(problem)
     if problem.column_stride != 1:
@@ -49,15 +45,10 @@ def _unmet_triton(problem: Problem) -> list[str]:
 
 
 def _unmet_gpu(problem: "Problem | Combination") -> list[str]:
-    """What every Triton kernel needs."""
+    """What both Triton kernels here need."""
     device = problem.device
-    runs = device.type in ("cuda", "hip") or dispatch.TRITON_INTERPRETS
     old = device.type == "cuda" and int(device.arch.removeprefix("sm_")) < 80
-    return [
-        *([] if runs else [f"device is {device}, needs cuda or hip"]),
-        *([f"device is {device}, needs sm_80 or later"] if old else []),
-        *([] if device.has("triton") else ["the package triton is not installed"]),
-    ]
+    return [*([f"device is {device}, needs sm_80 or later"] if old else []), *kernels.unmet_triton(device)]
 
 
 def _plan(problem: Problem) -> plans.Plan:
@@ -69,14 +60,10 @@ def _workspace_triton(problem: Problem) -> int:
     return _plan(problem).workspace(problem.rows, problem.heads, problem.value_dim)
 
 
-def _unmet_reference(problem: object) -> list[str]:
-    return []
-
-
 KERNELS = (
-    Kernel("cpu", _unmet_cpu, "keysift.ops.sparse_mla.kernel_cpu:run"),
+    Kernel("cpu", kernels.unmet_cpu, "keysift.ops.sparse_mla.kernel_cpu:run"),
     Kernel("triton", _unmet_triton, "keysift.ops.sparse_mla.kernel_triton:run", _workspace_triton),
-    Kernel("reference", _unmet_reference, "keysift.ops.sparse_mla.reference:run"),
+    Kernel("reference", kernels.unmet_nothing, "keysift.ops.sparse_mla.reference:run"),
 )
 
 
@@ -95,7 +82,7 @@ class Combination:
 
 COMBINE_KERNELS = (
     Kernel("triton", _unmet_gpu, "keysift.ops.sparse_mla.kernel_triton:combine"),
-    Kernel("reference", _unmet_reference, "keysift.ops.sparse_mla.reference:combine"),
+    Kernel("reference", kernels.unmet_nothing, "keysift.ops.sparse_mla.reference:combine"),
 )
 
 
@@ -317,7 +304,7 @@ def _sparse_mla(
         out[:tokens].zero_()
         lse[:tokens].fill_(-torch.inf)
         return
-    if workspace is None:
+    if workspace is None and size:
         workspace = q.new_empty(size, dtype=torch.uint8)
     chosen.load()(q, kv, scales, rope, indices, scale, sink, topk_length, out[:tokens], lse[:tokens], workspace)
 

@@ -7,7 +7,7 @@ the softmax works in place on the logits. Bound by the gather for few heads, by 
 
 import torch
 
-from keysift.layout import TILE
+from keysift.layout import TILE, take
 
 #: Bytes of gathered latents and logits at a time; one token of V3.2's sizes. Ten times as many are half as fast.
 BYTES = 6 << 20
@@ -25,7 +25,7 @@ def run(
     topk_length: torch.Tensor | None,
     out: torch.Tensor,
     lse: torch.Tensor,
-    workspace: torch.Tensor,
+    workspace: torch.Tensor | None,
 ) -> None:
     """Write `out` [T, heads, value_dim] and `lse` [T, heads]."""
     tokens, heads, dim = q.shape
@@ -55,8 +55,7 @@ def _gather(
     pages, size, dim = kv.shape
     if scales is not None and rope is not None:
         page, offset = slots // size, slots % size
-        values = kv.view(torch.uint8)[page, offset].view(kv.dtype)  # torch indexes no fp8
-        torch.mul(values.float(), scales[page, offset].repeat_interleave(TILE, 1), out=latents[:, :dim])
+        torch.mul(take(kv, page, offset).float(), scales[page, offset].repeat_interleave(TILE, 1), out=latents[:, :dim])
         latents[:, dim:] = rope[page, offset]
     elif pages > 1 and size > 1 and kv.stride(0) != size * kv.stride(1):  # gaps between the pages
         latents.copy_(kv[slots // size, slots % size])

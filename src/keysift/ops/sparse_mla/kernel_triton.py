@@ -1,11 +1,11 @@
 """sparse_mla in Triton: launch; kernel_triton_code.py has the algorithm, kernel_triton_plan.py the sizes."""
 
-import contextlib
 import math
 
 import torch
 
 from keysift.dispatch import device_of
+from keysift.kernels import on_device_of
 
 from . import kernel_triton_plan as plans
 from .kernel_triton_code import combine_kernel, sparse_mla_kernel
@@ -22,7 +22,7 @@ def run(
     topk_length: torch.Tensor | None,
     out: torch.Tensor,
     lse: torch.Tensor,
-    workspace: torch.Tensor,
+    workspace: torch.Tensor | None,
 ) -> None:
     """Launch on the current stream; write `out` [T, heads, value_dim] and `lse` [T, heads]."""
     rows, heads, value_dim = out.shape
@@ -41,10 +41,11 @@ def run(
         part_out, part_lse = out, lse
         strides = (0, out.stride(0), 0, lse.stride(0))
     else:
+        assert workspace is not None  # noqa: S101 - parts come with the workspace that the table asks for
         part_out, part_lse = _parts(workspace, p.parts, rows, heads, value_dim)
         strides = (part_out.stride(0), part_out.stride(1), part_lse.stride(0), part_lse.stride(1))
     shift = page_size.bit_length() - 1
-    with _on(q):
+    with on_device_of(q):
         sparse_mla_kernel[(math.ceil(heads / p.block_h) * p.parts * rows,)](
             q, kv, scales, rope, indices, _given(topk_length, indices), _given(sink, lse), part_out, part_lse,
             scale * math.log2(math.e), k, page_size, p.parts,
@@ -65,7 +66,7 @@ def run(
 
 def combine(outs: torch.Tensor, lses: torch.Tensor, out: torch.Tensor, lse: torch.Tensor) -> None:
     """Join parts: outs [S, R, V], lses [S, R] -> out [R, V], lse [R]."""
-    with _on(outs):
+    with on_device_of(outs):
         _combine(outs, lses, None, out, lse, 1)
 
 
@@ -89,11 +90,6 @@ def _parts(
     numbers = workspace[first : first + 4 * each * (value_dim + 1)].view(torch.float32)
     outs, lses = numbers.split_with_sizes([each * value_dim, each])
     return outs.view(parts, rows, heads, value_dim), lses.view(parts, rows, heads)
-
-
-def _on(tensor: torch.Tensor) -> contextlib.AbstractContextManager[object]:
-    """Triton launches on the current device; the interpreter has none."""
-    return torch.cuda.device(tensor.device) if tensor.is_cuda else contextlib.nullcontext()
 
 
 def _given(tensor: torch.Tensor | None, stand_in: torch.Tensor) -> torch.Tensor:

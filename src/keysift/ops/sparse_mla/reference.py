@@ -2,7 +2,7 @@
 
 import torch
 
-from keysift.layout import TILE
+from keysift.layout import TILE, take
 
 #: Latent elements gathered at a time; bounds the memory of the fallback without changing its result.
 ELEMENTS = 1 << 26
@@ -20,7 +20,7 @@ def run(
     topk_length: torch.Tensor | None,
     out: torch.Tensor,
     lse: torch.Tensor,
-    workspace: torch.Tensor,
+    workspace: torch.Tensor | None,
 ) -> None:
     """Write `out` [T, heads, value_dim] and `lse` [T, heads], some tokens at a time."""
     if topk_length is not None:
@@ -41,9 +41,8 @@ def gather(
     page, offset = slot // kv.shape[1], slot % kv.shape[1]
     if scales is None or rope is None:
         latents = kv[page, offset].float()
-    else:  # torch indexes no fp8: by its bytes
-        values = kv.view(torch.uint8)[page, offset].view(kv.dtype).float()
-        values = values * scales[page, offset].repeat_interleave(TILE, -1)
+    else:
+        values = take(kv, page, offset).float() * scales[page, offset].repeat_interleave(TILE, -1)
         latents = torch.cat((values, rope[page, offset].float()), -1)
     return latents.masked_fill((indices < 0)[..., None], 0.0)
 

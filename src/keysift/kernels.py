@@ -1,0 +1,32 @@
+"""What kernels need, and do, alike in every stage: constraints for the tables, and where a launch goes."""
+
+import contextlib
+
+import torch
+
+from keysift import dispatch
+from keysift.dispatch import Device, Problem
+
+
+def unmet_cpu(problem: Problem) -> list[str]:
+    """What a kernel for CPUs needs."""
+    return [] if problem.device.type == "cpu" else [f"device is {problem.device}, needs cpu"]
+
+
+def unmet_triton(device: Device) -> list[str]:
+    """What every Triton kernel needs."""
+    runs = device.type in ("cuda", "hip") or dispatch.TRITON_INTERPRETS
+    return [
+        *([] if runs else [f"device is {device}, needs cuda or hip"]),
+        *([] if device.has("triton") else ["the package triton is not installed"]),
+    ]
+
+
+def unmet_nothing(_problem: object) -> list[str]:
+    """What a reference needs."""
+    return []
+
+
+def on_device_of(tensor: torch.Tensor) -> contextlib.AbstractContextManager[object]:
+    """Triton launches on the current device: inside this it is the tensor's; the interpreter has none."""
+    return torch.cuda.device(tensor.device) if tensor.is_cuda else contextlib.nullcontext()
