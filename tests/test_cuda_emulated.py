@@ -36,7 +36,6 @@ extern "C" void emulate(const Arguments* a, int rows, int dynamic_bytes) {
 # As few threads as a CTA may have: the histogram needs a divisor of 2048, the lists 32 values a thread at least.
 WHOLE = Variant(whole=True, threads=64, slots=24)
 LISTS = Variant(whole=False, threads=64, slots=8)
-INFINITY = {torch.float32: "-__int_as_float(0x7f800000)", torch.bfloat16: "0xff80", torch.float16: "0xfc00"}
 
 
 @pytest.fixture(scope="module")
@@ -49,8 +48,6 @@ def build(tmp_path_factory):
             name = f"{variant.whole}-{variant.threads}-{variant.slots}-{DTYPES.index(dtype)}"
             source, library = folder / f"{name}.cpp", folder / f"{name}.so"
             source.write_text(variant.source + ENTRY)
-            macros = {"DTYPE": DTYPES.index(dtype), "THREADS": variant.threads, "SLOTS": variant.slots}
-            macros["MINUS_INFINITY"] = INFINITY[dtype]
             command = [
                 COMPILER,
                 "-std=c++17",
@@ -61,7 +58,7 @@ def build(tmp_path_factory):
                 "-shared",
                 "-fPIC",
             ]
-            command += [f"-D{macro}={value}" for macro, value in macros.items()]
+            command += [f"-D{macro}={value}" for macro, value in kernel_cuda.macros(dtype, variant)]
             subprocess.run([*command, "-include", EMULATOR, source, "-o", library], check=True)
             built[variant, dtype] = ctypes.CDLL(library).emulate
         return built[variant, dtype]

@@ -58,10 +58,15 @@ def fallback(case: Case, ends: torch.Tensor) -> Select:
         masked = column >= ends[:, None]
         if case.has_nan:
             masked |= scores.isnan()
-        values, indices = scores.masked_fill(masked, -torch.inf).topk(min(case.k, case.columns), sorted=False)
-        return indices.int().masked_fill_(values == -torch.inf, -1)
+        return topk(scores, masked, case.k)
 
     return run
+
+
+def topk(scores: torch.Tensor, masked: torch.Tensor, k: int) -> torch.Tensor:
+    """What every generic fallback does once it knows what is outside: mask, top-k, cast, -1. int32 [R, min(k, N)]."""
+    values, indices = scores.masked_fill(masked, -torch.inf).topk(min(k, scores.shape[1]), sorted=False)
+    return indices.int().masked_fill_(values == -torch.inf, -1)
 
 
 def plain_is_right(case: Case) -> bool:

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 import torch
 from torch.nn import functional
 
-from keysift.layout import LARGEST, IndexLayout, LatentLayout
+from keysift.benchmarks.selectors import topk
+from keysift.layout import FLOOR, LARGEST, IndexLayout, LatentLayout
 from keysift.ops.cache import write_index_cache, write_latent_cache
 from keysift.ops.score import paged_index_scores
 from keysift.ops.select import select
@@ -212,16 +213,16 @@ class Stack:
 
 def _quantize(q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """fp8 queries and the scale of each head, which belongs into the weights."""
-    scale = q.float().abs().amax(-1).clamp(min=1e-4) / LARGEST["e4m3fn"]
+    scale = q.float().abs().amax(-1).clamp(min=FLOOR) / LARGEST["e4m3fn"]
     return (q / scale[..., None]).to(torch.float8_e4m3fn), scale
 
 
 def select_torch(scores: torch.Tensor, lengths: torch.Tensor, table: torch.Tensor, k: int) -> torch.Tensor:
     """`torch.topk` as a generic fallback uses it: mask, top-k, cast, -1; and the slots of what it found."""
     column = torch.arange(scores.shape[1], device=scores.device)
-    values, columns = scores.masked_fill(column >= lengths[:, None], -torch.inf).topk(min(k, scores.shape[1]))
-    slots = table.gather(1, columns // PAGE_SIZE) * PAGE_SIZE + columns % PAGE_SIZE
-    return slots.int().masked_fill_(values == -torch.inf, -1)
+    columns = topk(scores, column >= lengths[:, None], k)
+    pages = table.gather(1, columns.clamp(min=0).long() // PAGE_SIZE)
+    return (pages * PAGE_SIZE + columns % PAGE_SIZE).masked_fill_(columns < 0, -1)
 
 
 def select_by(kernel: str | None) -> Select:

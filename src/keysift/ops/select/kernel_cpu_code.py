@@ -307,7 +307,7 @@ def _view(values, first, count):
 
 def _rank(bits, infinity):
     """uint32: 0 for +inf, larger for smaller scores; NaN of either sign and -inf are at least 2 * infinity."""
-    raise NotImplementedError
+    raise NotImplementedError  # numba compiles the overload below instead; Python never calls this
 
 
 @overload(_rank)

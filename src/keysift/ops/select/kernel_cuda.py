@@ -164,15 +164,19 @@ def cubin(arch: str, dtype: torch.dtype, variant: Variant) -> bytes:
     """The machine code of one variant for "sm_80", "sm_90", ...; kept on disk by source, options and NVRTC version."""
     # sm_90 and later have instructions of their own only under the architecture-specific name.
     name = arch if int(arch.removeprefix("sm_")) < 90 else arch + "a"
-    macros = [
+    options = ProgramOptions(arch=name, std="c++17", define_macro=macros(dtype, variant))
+    with FileStreamProgramCache() as cache:
+        return bytes(Program(variant.source, "c++", options).compile("cubin", cache=cache).code)
+
+
+def macros(dtype: torch.dtype, variant: Variant) -> list[tuple[str, str]]:
+    """What the source of a variant is compiled with."""
+    return [
         ("DTYPE", str(_DTYPES[dtype])),
         ("MINUS_INFINITY", _MINUS_INFINITY[dtype]),
         ("THREADS", str(variant.threads)),
         ("SLOTS", str(variant.slots)),
     ]
-    options = ProgramOptions(arch=name, std="c++17", define_macro=macros)
-    with FileStreamProgramCache() as cache:
-        return bytes(Program(variant.source, "c++", options).compile("cubin", cache=cache).code)
 
 
 @functools.cache
