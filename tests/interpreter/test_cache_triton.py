@@ -80,6 +80,7 @@ def test_gathered_keys(format, page_size):
     layout = IndexLayout(format, page_size, 24, page_stride=page_size * 28 + 12)
     pages = -(-20 // page_size) + 1
     cache = layout.empty(pages)
+    cache.untyped_storage().fill_(0x55)  # the table begins with a page that nothing was written to
     write_index_cache(everything(20, 24), cache, torch.arange(20), layout, kernel="reference")
     table = torch.arange(pages - 1, -1, -1)[None, :].expand(3, -1)  # a stride of 0 between requests
     ends = torch.tensor([0, 4, 4, 4 + min(9, pages * page_size)], dtype=torch.int32)
@@ -89,7 +90,7 @@ def test_gathered_keys(format, page_size):
         out.view(torch.uint8).fill_(0x33)
         scale = torch.full((16,), 7.0) if layout.is_fp8 else None
         gather_index_cache(cache, table, ends, 15, layout, out=out, out_scale=scale, kernel=kernel)
-        results.append((out.view(torch.uint8), scale if scale is not None else torch.zeros(1)))
+        results.append((out.view(torch.uint8), scale.view(torch.uint8) if scale is not None else out.new_zeros(1)))
     for one, other in zip(*results, strict=True):
         assert torch.equal(one, other)
 
