@@ -32,7 +32,7 @@ from .kernel_cpu_code import BINS, LINE, work_16, work_32
 INFINITY = {torch.float32: 0x7F800000, torch.bfloat16: 0x7F80, torch.float16: 0x7C00}
 
 #: Scores, and the scores that a row's fixed cost is worth, that one thread deals with while the others would wake.
-SERIAL, ROW = 1 << 17, 1024
+SERIAL, ROW = 1 << 15, 1024
 #: Scores in a piece of a row, at least: each piece takes the whole row's sample again.
 PIECE = 1 << 17
 #: List entries beyond 2k: what the sample lets through above k, with room to spare.
