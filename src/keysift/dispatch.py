@@ -161,6 +161,11 @@ def device_of(device: torch.device) -> Device:
     return Device("cuda", f"sm_{properties.major}{properties.minor}", processors=properties.multi_processor_count)
 
 
+def checks_values() -> bool:
+    """With KEYSIFT_CHECK=1, but not in a trace, which has no values."""
+    return CHECK_VALUES and not torch.compiler.is_compiling()
+
+
 def is_watched(tensor: torch.Tensor) -> bool:
     """True where a call has to go through torch's dispatcher: a trace, a dispatch mode or a profiler wants to see it.
 

@@ -240,7 +240,7 @@ def test_refusals_name_the_argument(call, error, message):
 
 @pytest.mark.parametrize(
     ("lens", "table", "message"),
-    [([3, 9], [[0], [0]], r"seq_lens\[1\] is 9"), ([3, 3], [[0], [7]], r"block_table\[1\] is 7")],
+    [([3, 9], [[0], [0]], r"seq_lens\[1\] is 9"), ([3, 3], [[0], [7]], r"block_table\[1, 0\] is 7")],
 )
 def test_checked_values(monkeypatch, lens, table, message):
     monkeypatch.setattr(dispatch, "CHECK_VALUES", True)

@@ -96,6 +96,8 @@ def index_scores(
     checks.check_keys(q, k, k_scale)
     checks.check_windows(q, starts, ends)
     rows, columns = q.shape[0], k.shape[0]
+    if dispatch.checks_values():
+        checks.check_window_values(columns, starts, ends)
     if out is None:
         out = q.new_empty(rows, columns, dtype=torch.float32)
     checks.check_out(q, out, columns)
@@ -147,6 +149,10 @@ def paged_index_scores(
     if out is None:
         out = q.new_empty(q.shape[0], block_table.shape[1] * cache.shape[1], dtype=torch.float32)
     checks.check_out(q, out, 0)
+    if dispatch.checks_values():
+        checks.check_request_values(
+            k, seq_lens, block_table, next_n, min(out.shape[1], block_table.shape[1] * k.shape[1])
+        )
     torch.ops.keysift.score(q, k, k_scale, weights, None, ends, next_n, block_table, out, kernel)
     return out if out.shape[0] == weights.shape[0] else out[: weights.shape[0]]
 
@@ -172,8 +178,6 @@ def _score(
     """The operator: choose a kernel from static facts and run it. `ends` holds one length per row or per request."""
     problem = _problem(q, k, block_table, out)
     chosen = dispatch.choose("score", KERNELS, problem, kernel)
-    if dispatch.CHECK_VALUES:
-        checks.check_values(k, starts, ends, next_n, block_table, problem.rows, problem.columns)
     if problem.rows and problem.columns:
         chosen.load()(q, k, k_scale, weights, starts, ends, next_n, block_table, out[: problem.rows])
 

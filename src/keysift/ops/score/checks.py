@@ -110,24 +110,22 @@ def check_out(q: torch.Tensor, out: torch.Tensor, columns: int) -> None:
         raise ValueError(f"out has stride {out.stride(1)} in its last dimension; it must be 1")
 
 
-def check_values(
-    k: torch.Tensor,
-    starts: torch.Tensor | None,
-    ends: torch.Tensor | None,
-    next_n: int,
-    block_table: torch.Tensor | None,
-    rows: int,
-    columns: int,
-) -> None:
-    """KEYSIFT_CHECK=1: refuse windows that clamping would change, and pages that the cache lacks. Synchronises."""
-    for name, bound, least in (("starts", starts, 0), ("ends or seq_lens", ends, next_n - 1)):
+def check_window_values(columns: int, starts: torch.Tensor | None, ends: torch.Tensor | None) -> None:
+    """KEYSIFT_CHECK=1: refuse windows that clamping would change. Synchronises."""
+    for name, bound in (("starts", starts), ("ends", ends)):
         if bound is not None:
-            refuse_first(name, bound, (bound < least) | (bound > columns), f"[{least}, {columns}]")
+            refuse_first(name, bound, (bound < 0) | (bound > columns), f"[0, {columns}]")
     if starts is not None and ends is not None:
         refuse_first("ends", ends, ends < starts, "the row's start or more")
-    if block_table is not None and ends is not None and rows:
-        last = ends.reshape(len(block_table), -1).amax(1)  # per request, for lengths per row or per request
-        first_column = torch.arange(block_table.shape[1], device=k.device) * k.shape[1]
-        bad = (first_column < last[:, None]) & ((block_table < 0) | (block_table >= k.shape[0]))
-        worst = block_table.gather(1, bad.int().argmax(1, keepdim=True))[:, 0]
-        refuse_first("block_table", worst, bad.any(1), f"pages of [0, {k.shape[0]}) below the request's length")
+
+
+def check_request_values(
+    k: torch.Tensor, seq_lens: torch.Tensor, block_table: torch.Tensor, next_n: int, columns: int
+) -> None:
+    """KEYSIFT_CHECK=1: refuse lengths that clamping would change, and pages that the cache lacks. Synchronises."""
+    least = next_n - 1 if seq_lens.ndim == 1 else 0
+    refuse_first("seq_lens", seq_lens, (seq_lens < least) | (seq_lens > columns), f"[{least}, {columns}]")
+    reached = seq_lens if seq_lens.ndim == 1 else seq_lens.amax(1)
+    first_column = torch.arange(block_table.shape[1], device=k.device) * k.shape[1]
+    bad = (first_column < reached[:, None]) & ((block_table < 0) | (block_table >= k.shape[0]))
+    refuse_first("block_table", block_table, bad, f"pages of [0, {k.shape[0]}) below the request's length")

@@ -43,6 +43,8 @@ def run(
         reached = max(upper for _, upper in windows[rows])
         if reached:
             pages = table[: -(-reached // page_size)]
+            if int(pages.min()) < 0 or int(pages.max()) >= len(k):  # indexing would take -1 for the last page
+                raise IndexError(f"block_table[{request}] names pages {pages.tolist()}; cache has {len(k)}")
             scale = None if k_scale is None else _pages(k_scale, pages)
             _score(q[rows], _pages(k, pages), scale, weights[rows], windows[rows], out[rows])
 
@@ -55,10 +57,7 @@ def _pages(k: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
         if k.element_size() > 1:
             return k.index_select(0, table).flatten(0, 1)
         return k.view(torch.uint8).index_select(0, table).view(k.dtype).flatten(0, 1)  # fp8, which torch does not index
-    page = int(table[0])
-    if not 0 <= page < len(k):  # indexing would take -1 for the last page
-        raise IndexError(f"block_table names page {page}; cache has {len(k)}")
-    return k[page]
+    return k[int(table[0])]
 
 
 def _windows(

@@ -4,6 +4,9 @@ import torch
 
 from keysift.layout import take
 
+#: Keys per product.
+TILE = 128
+
 
 @torch.no_grad()
 def run(
@@ -17,8 +20,8 @@ def run(
     block_table: torch.Tensor | None,
     out: torch.Tensor,
 ) -> None:
-    """Write the cells of `out` [M, N] inside each row's window. A row at a time: the library below is free to round a
-    product differently for another number of rows, and one row's scores must not depend on the others.
+    """Write the cells of `out` [M, N] inside each row's window. A row and a tile of keys at a time: the library below
+    is free to round a product differently for another shape, and a score must depend on its query and its key alone.
     """
     rows = q.shape[0]
     pages, page_size = (1, k.shape[0]) if block_table is None else (block_table.shape[1], k.shape[1])
@@ -34,8 +37,10 @@ def run(
             table = block_table[row // next_n].where(reached, 0).long()
             keys = take(k, table).flatten(0, 1)[:columns]
             scale = None if k_scale is None else k_scale[table].flatten()[:columns]
-        logits = (q[row].float().clone() @ keys.float().T).relu()  # [H, N]
-        scores = weights[row].clone() @ logits
+        query, weight = q[row].float().clone(), weights[row].clone()
+        tiles = torch.nn.functional.pad(keys.float(), (0, 0, 0, -columns % TILE)).unflatten(0, (-1, TILE))
+        # [H, D] x [D, TILE], relu, then [H] x [H, TILE]
+        scores = torch.cat([weight @ (query @ tile.T).relu() for tile in tiles])[:columns]
         if scale is not None:
             scores = scores * scale
         out[row, :columns].copy_(torch.where(inside, scores, out[row, :columns]))

@@ -153,7 +153,7 @@ def select(
     checks.check_scores(scores, k)
     rows = scores.shape[0]
     checks.check_windows(scores, rows, "start", start, "end", end)
-    if _checks_values():
+    if dispatch.checks_values():
         checks.check_window_values(scores, "start", start, "end", end)
     return _run(
         scores, k, start, end, 1, sorted, index_base, page_table, page_size, page_rows,
@@ -187,7 +187,7 @@ def select_prefill(
     """
     checks.check_scores(scores, k)
     checks.check_windows(scores, scores.shape[0], "row_starts", row_starts, "row_ends", row_ends)
-    if _checks_values():
+    if dispatch.checks_values():
         checks.check_window_values(scores, "row_starts", row_starts, "row_ends", row_ends)
     indices = _run(
         scores, k, row_starts, row_ends, 1, False, "window", None, None, None,
@@ -226,7 +226,7 @@ def select_decode(
     """
     checks.check_scores(scores, k)
     ends = checks.check_seq_lens(scores, seq_lens, next_n)
-    if _checks_values():
+    if dispatch.checks_values():
         checks.check_length_values(scores, seq_lens, next_n)
     # 2-D lengths are one explicit end per row, which is what next_n = 1 means.
     indices = _run(
@@ -256,11 +256,6 @@ def _problem(scores: torch.Tensor, k: int) -> Problem:
     return Problem(dispatch.device_of(scores.device), scores.dtype, rows, columns, k, stride)
 
 
-def _checks_values() -> bool:
-    """With KEYSIFT_CHECK=1, but not in a trace, which has no values."""
-    return dispatch.CHECK_VALUES and not torch.compiler.is_compiling()
-
-
 def _run(
     scores: torch.Tensor,
     k: int,
@@ -283,7 +278,7 @@ def _run(
     checks.check_index_base(scores, index_base, page_table, page_size, page_rows)
     indices, values, counts = checks.check_out(scores, k, out, return_values, return_counts)
     checks.check_workspace(scores, workspace)
-    if page_table is not None and _checks_values():
+    if page_table is not None and dispatch.checks_values():
         checks.check_page_values(scores, start, end, page_table, page_size or 1, page_rows)
     if indices is None:
         indices = scores.new_empty((rows, k), dtype=torch.int32)
