@@ -46,7 +46,7 @@ LONGER = {
     "src/keysift/ops/sparse_mla/api.py": (360, "four public functions, each with its docstring, and two operators"),
 }
 ALL_OF_SRC = 12000  # grows with each stage's kernels
-PUBLIC_NAMES = 20
+PUBLIC_NAMES = 22  # every stage's functions, the two layouts, and what joins stages
 
 
 def relative(path):

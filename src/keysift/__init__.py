@@ -6,6 +6,7 @@ from keysift.ops.cache import gather_index_cache, gather_latent_cache, write_ind
 from keysift.ops.score import index_scores, paged_index_scores
 from keysift.ops.select import select, select_decode, select_prefill, select_workspace_size
 from keysift.ops.sparse_mla import combine_partials, sparse_mla, sparse_mla_decode, sparse_mla_workspace_size
+from keysift.packing import pack_requests, unpack_requests
 from keysift.plugins.transformers_patch import accelerate, restore
 
 __version__ = "0.1.0"
@@ -19,6 +20,7 @@ __all__ = [
     "index_decode",
     "index_prefill",
     "index_scores",
+    "pack_requests",
     "paged_index_scores",
     "restore",
     "select",
@@ -28,6 +30,7 @@ __all__ = [
     "sparse_mla",
     "sparse_mla_decode",
     "sparse_mla_workspace_size",
+    "unpack_requests",
     "write_index_cache",
     "write_latent_cache",
 ]

@@ -88,3 +88,22 @@ def test_decode_follows_the_live_lengths(monkeypatch, programs, format, requests
     assert torch.equal(out.isnan(), wanted.isnan())
     bound = 40 * EPS * (head_dim * 8.0**2) * heads  # far below any single product that could be missed
     torch.testing.assert_close(out, wanted, rtol=0, atol=bound, equal_nan=True)
+
+
+@pytest.mark.parametrize("base", ["window", "slot"])
+def test_pieces_of_a_row_select_what_the_whole_row_selects(base):
+    """Scores and selection in Triton, whatever the memory budget."""
+    generator = torch.Generator().manual_seed(3)
+    q, weights = torch.randn(4, 4, 16, generator=generator), torch.randn(4, 4, generator=generator)
+    cache = torch.randint(-2, 3, (14, 16, 16), generator=generator).float()
+    table, lens = torch.randperm(14, generator=generator).view(2, 7).int(), torch.tensor([110, 37])
+    kernels = {"score_kernel": "triton", "select_kernel": "triton"}
+    args = (q, cache, weights, lens, table, 9, 2)
+    whole = keysift.index_decode(*args, index_base=base, **kernels)
+    for columns in (9 + 16, 9 + 70):
+        pieces = keysift.index_decode(*args, index_base=base, memory_budget=4 * 2 * columns, **kernels)
+        assert torch.equal(pieces.sort().values, whole.sort().values)
+    args = (q, cache.flatten(0, 1), None, weights, torch.tensor([0, 3, 90, 5]), torch.tensor([112, 4, 7, 99]), 9)
+    whole = keysift.index_prefill(*args, **kernels)
+    pieces = keysift.index_prefill(*args, memory_budget=4 * 50, **kernels)
+    assert torch.equal(pieces.sort().values, whole.sort().values)
