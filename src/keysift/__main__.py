@@ -148,7 +148,7 @@ def check(
     ] = "cpu",
     kernel: Annotated[list[str] | None, typer.Option(help="Only this kernel; may be repeated. Default: all.")] = None,
     stage: Annotated[
-        Literal["cache", "select", "sparse_mla"] | None,
+        Literal["cache", "score", "select", "index", "sparse_mla"] | None,
         typer.Option(help="Only this stage. Default: all that are judged."),
     ] = None,
     device: Annotated[str | None, typer.Option(help="cpu or cuda. Default: every device here.")] = None,
