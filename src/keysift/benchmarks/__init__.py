@@ -52,6 +52,56 @@ def select(
 
 
 @app.command()
+def score(
+    phase: Annotated[
+        Literal["decode", "prefill"], typer.Option(help="decode: paged, whole rows; prefill: causal windows.")
+    ] = "decode",
+    rows: Annotated[int | None, typer.Option(help="Requests or query tokens; with --columns: one case.")] = None,
+    columns: Annotated[int | None, typer.Option(help="Keys, of each request in decode.")] = None,
+    heads: Annotated[int, typer.Option(min=1, help="Index heads.")] = 64,
+    dtype: Annotated[
+        Literal["e4m3fn", "e4m3fnuz", "bfloat16", "float16", "float32"], typer.Option(help="Of queries and keys.")
+    ] = "bfloat16",
+    kernel: Annotated[
+        list[str] | None, typer.Option(help="A kernel by name; may be repeated. Default: the chosen one.")
+    ] = None,
+    device: Annotated[Literal["cpu", "cuda"] | None, typer.Option(help="Default: cuda where there is one.")] = None,
+    seconds: Annotated[float, typer.Option(min=0.01, help="Measuring time per case, about.")] = 1.5,
+    json: Annotated[pathlib.Path | None, typer.Option(help="Write the record here, case by case.")] = None,
+    commit: Annotated[str | None, typer.Option(help="The sources' commit, where they are no checkout.")] = None,
+) -> None:
+    """Time the index logits, checked, beside the read floor and DeepGEMM where it is installed."""
+    from keysift.benchmarks.command import bench_score
+
+    bench_score((phase, rows, columns, heads, dtype), tuple(kernel or ()), device, seconds, json, commit)
+
+
+@app.command()
+def index(
+    phase: Annotated[
+        Literal["decode", "prefill"], typer.Option(help="decode: paged; prefill: a text from its first token on.")
+    ] = "decode",
+    rows: Annotated[int | None, typer.Option(help="Requests, or tokens of the text; for one case.")] = None,
+    columns: Annotated[int | None, typer.Option(help="decode: keys of each request.")] = None,
+    k: Annotated[int, typer.Option(min=1, help="Keys selected per row.")] = 2048,
+    heads: Annotated[int, typer.Option(min=1, help="Index heads.")] = 64,
+    ratio: Annotated[int, typer.Option(min=1, help="prefill: tokens of the text for every key.")] = 1,
+    dtype: Annotated[
+        Literal["e4m3fn", "e4m3fnuz", "bfloat16", "float16", "float32"], typer.Option(help="Of queries and keys.")
+    ] = "bfloat16",
+    memory_budget: Annotated[int, typer.Option(min=1, help="Bytes of scores held at a time.")] = 128 << 20,
+    device: Annotated[Literal["cpu", "cuda"] | None, typer.Option(help="Default: cuda where there is one.")] = None,
+    seconds: Annotated[float, typer.Option(min=0.01, help="Measuring time per case, about.")] = 1.5,
+    json: Annotated[pathlib.Path | None, typer.Option(help="Write the record here, case by case.")] = None,
+    commit: Annotated[str | None, typer.Option(help="The sources' commit, where they are no checkout.")] = None,
+) -> None:
+    """Time index_decode and index_prefill, checked, with the memory that they hold."""
+    from keysift.benchmarks.command import bench_index
+
+    bench_index((phase, rows, columns, k, heads, ratio, dtype, memory_budget), device, seconds, json, commit)
+
+
+@app.command()
 def tpot(
     model: Annotated[Literal["deepseek-v3.2", "glm-5"], typer.Option(help="Whose attention.")] = "deepseek-v3.2",
     tensor_parallel: Annotated[int, typer.Option(min=1, help="Ranks that share the heads; one is timed.")] = 8,

@@ -1,20 +1,25 @@
-"""The commands `keysift bench select` and `tpot`: from their options to a table, a record and an exit code."""
+"""The commands of `keysift bench`: from their options to a table, a record and an exit code."""
 
+import contextlib
 import pathlib
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import fields
+from typing import Any
 
 import torch
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from keysift.benchmarks import bench_index as indexing
+from keysift.benchmarks import bench_score as scoring
 from keysift.benchmarks import bench_select as bench
 from keysift.benchmarks import bench_tpot as tpot
 from keysift.benchmarks import record as records
 from keysift.benchmarks.cases import Case, case_set
-from keysift.benchmarks.report import step_table, table
+from keysift.benchmarks.report import index_table, score_table, step_table, table
 from keysift.benchmarks.stack import MODELS
+from keysift.ops.score.api import KERNELS as SCORE_KERNELS
 from keysift.ops.select.api import KERNELS
 
 #: What `--against` allows by default: repeats differ by 1.5 % on a GPU (95th percentile); a shared CPU is noisier.
@@ -48,16 +53,7 @@ def bench_select(
 
     record = records.new(device, mode, commit)
     console = _console()
-    with _progress(console) as progress:
-        task = progress.add_task(cases[0].name, total=len(cases))
-
-        def done(case: Case, entry: bench.Entry) -> None:
-            record["cases"][case.name] = entry
-            number = len(record["cases"])
-            progress.update(task, completed=number, description=cases[min(number, len(cases) - 1)].name)
-            if json is not None:
-                records.write(record, json)
-
+    with _cases_done(record, [case.name for case in cases], json, console) as done:
         bench.run(cases, device, mode=mode, kernels=kernels, seconds=seconds, done=done)
     console.print(table(record))
     _warn_load(record, console)
@@ -102,6 +98,88 @@ def _cases(shape: Shape, set_name: str, device: torch.device, then: records.Reco
         names = [field.name for field in fields(Case)]
         return [Case(**{name: entry[name] for name in names}) for entry in then["cases"].values()]
     return case_set(set_name, device)
+
+
+def bench_score(
+    shape: tuple[str, int | None, int | None, int, str],
+    kernels: tuple[str, ...],
+    device_name: str | None,
+    seconds: float,
+    json: pathlib.Path | None,
+    commit: str | None,
+) -> None:
+    """Exits 1 where a kernel of ours gave a wrong result; 2 for options that do not fit."""
+    device = _device(device_name)
+    for name in kernels:
+        _one_of("--kernel", name, [kernel.name for kernel in SCORE_KERNELS])
+    phase, rows, columns, heads, dtype = shape
+    cases = scoring.case_set(device)
+    if rows is not None or columns is not None:
+        if rows is None or columns is None:
+            raise typer.BadParameter("--rows and --columns go together")
+        if min(rows, columns) < 1 or (phase == "prefill" and rows > columns):
+            raise typer.BadParameter("--rows and --columns must be at least 1; a prefill has no more rows than keys")
+        cases = [scoring.Case(phase, rows, columns, heads, dtype=dtype)]
+    record, console = records.new(device, "cold", commit, "score"), _console()
+    with _cases_done(record, [case.name for case in cases], json, console) as done:
+        scoring.run(cases, device, kernels=kernels, seconds=seconds, done=done)
+    console.print(score_table(record))
+    _finish(record, json, console)
+
+
+def bench_index(
+    shape: tuple[str, int | None, int | None, int, int, int, str, int],
+    device_name: str | None,
+    seconds: float,
+    json: pathlib.Path | None,
+    commit: str | None,
+) -> None:
+    """Exits 1 where a selection was wrong; 2 for options that do not fit."""
+    device = _device(device_name)
+    phase, rows, columns, k, heads, ratio, dtype, memory_budget = shape
+    cases = indexing.case_set(device)
+    if rows is not None or columns is not None:
+        if rows is None or (phase == "decode") != (columns is not None):
+            raise typer.BadParameter("--rows and --columns go together in decode; prefill takes --rows and --ratio")
+        keys = rows // ratio if columns is None else columns
+        if min(rows, keys) < 1:
+            raise typer.BadParameter("--rows and the keys that it leaves must be at least 1")
+        own = ratio if phase == "prefill" else 1
+        cases = [indexing.Case(phase, rows, keys, k, heads, dtype=dtype, ratio=own, memory_budget=memory_budget)]
+    record, console = records.new(device, "cold", commit, "index"), _console()
+    with _cases_done(record, [case.name for case in cases], json, console) as done:
+        indexing.run(cases, device, seconds=seconds, done=done)
+    console.print(index_table(record))
+    _finish(record, json, console)
+
+
+@contextlib.contextmanager
+def _cases_done(
+    record: records.Record, names: list[str], json: pathlib.Path | None, console: Console
+) -> Iterator[Callable[[Any, dict[str, Any]], None]]:
+    """A progress bar, and what enters a case into the record and the file."""
+    with _progress(console) as progress:
+        task = progress.add_task(names[0], total=len(names))
+
+        def done(case: Any, entry: dict[str, Any]) -> None:
+            record["cases"][case.name] = entry
+            number = len(record["cases"])
+            progress.update(task, completed=number, description=names[min(number, len(names) - 1)])
+            if json is not None:
+                records.write(record, json)
+
+        yield done
+
+
+def _finish(record: records.Record, json: pathlib.Path | None, console: Console) -> None:
+    _warn_load(record, console)
+    if json is not None:
+        console.print(f"record: {json}")
+    wrong = [f"{name}: {fault}" for name, entry in record["cases"].items() for fault in bench.faults(entry)]
+    for fault in wrong:
+        console.print(f"[red]wrong[/] {fault}", highlight=False)
+    if wrong:
+        raise typer.Exit(1)
 
 
 def bench_tpot(

@@ -18,13 +18,15 @@ import torch
 import keysift
 
 SCHEMA = 1
-PACKAGES = ("torch", "triton", "numba", "numpy", "cuda-core", "flashinfer-python")
+PACKAGES = ("torch", "triton", "numba", "numpy", "cuda-core", "flashinfer-python", "tokenspeed-deepgemm")
 Record = dict[str, Any]
 
 
 #: What the numbers of a record are, by what was timed.
 UNITS = {
     "select": "microseconds of one launch: median, 20th and 80th percentile",
+    "score": "microseconds of one launch: median, 20th and 80th percentile",
+    "index": "microseconds of one call: median, 20th and 80th percentile; bytes",
     "tpot": "milliseconds of one step of the stack: median, 20th and 80th percentile; stages: median",
 }
 

@@ -5,6 +5,7 @@ from typing import Any
 from rich import box
 from rich.table import Table
 
+from keysift.benchmarks.bench_score import DEEP_GEMM_H200
 from keysift.benchmarks.record import Record, peers_of
 
 
@@ -46,6 +47,70 @@ def table(record: Record) -> Table:
                 f"{found['us'] / entry['floor']['us']:.2f}",
                 *cells,
             )
+    return made
+
+
+def score_table(record: Record) -> Table:
+    """One line per case and kernel of score, ours and others', beside the read floor and DeepGEMM's recorded time."""
+    made = Table(
+        title=f"score, {record['mode']}, {record['device']}",
+        caption="us: median (p20-p80). x floor: over reading the keys once. deep_gemm: its recorded time over ours.",
+        box=box.SIMPLE_HEAD,
+        title_justify="left",
+        caption_justify="left",
+    )
+    for heading in ("case", "kernel"):
+        made.add_column(heading, no_wrap=True)
+    for heading in ("us", "GB/s", "TFLOP/s", "x floor", "deep_gemm"):
+        made.add_column(heading, justify="right")
+    recorded = DEEP_GEMM_H200 if record["device"] == "NVIDIA H200" else {}
+    for name, entry in record["cases"].items():
+        if "fault" in entry:
+            made.add_row(name, "", f"[red]no time: {entry['fault']}")
+        for kernel, found in {**entry.get("kernels", {}), **entry.get("others", {})}.items():
+            if not found["checked"]:
+                made.add_row(name, kernel, f"[red]no time: {found['fault']}")
+                continue
+            floor = entry.get("floor")
+            made.add_row(
+                name,
+                kernel,
+                f"{found['us']:.1f} ({found['p20_us']:.1f}-{found['p80_us']:.1f})",
+                f"{found['gbps']:.0f}",
+                f"{found['tflops']:.2f}",
+                f"{found['us'] / floor['us']:.2f}" if floor else "-",
+                f"{recorded[name] / found['us']:.2f}" if name in recorded else "-",
+            )
+    return made
+
+
+def index_table(record: Record) -> Table:
+    """One line per case: the whole, its stages alone where they were timed, its memory, and StreamIndex's time."""
+    made = Table(
+        title=f"index, {record['device']}",
+        caption="ms: median (p20-p80) of a call. score, select: alone, in the same run. GB: what the call holds beside "
+        "its arguments and result. StreamIndex: its published time over ours.",
+        box=box.SIMPLE_HEAD,
+        title_justify="left",
+        caption_justify="left",
+    )
+    made.add_column("case", no_wrap=True)
+    for heading in ("ms", "score", "select", "GB", "StreamIndex"):
+        made.add_column(heading, justify="right")
+    for name, entry in record["cases"].items():
+        if "fault" in entry:
+            made.add_row(name, f"[red]no time: {entry['fault']}")
+            continue
+        found, stages, other = entry["index"], entry.get("stages", {}), entry.get("stream_index_h200")
+        compared = other is not None and record["device"] == "NVIDIA H200"
+        held = f"{(entry['peak_bytes'] - entry['arguments_bytes']) / 1e9:.3f}" if "peak_bytes" in entry else "-"
+        made.add_row(
+            name,
+            f"{found['us'] / 1e3:.3f} ({found['p20_us'] / 1e3:.3f}-{found['p80_us'] / 1e3:.3f})",
+            *(f"{stages[stage]['us'] / 1e3:.3f}" if stage in stages else "-" for stage in ("score", "select")),
+            held,
+            f"{other['us'] / found['us']:.2f}" if compared else "-",
+        )
     return made
 
 
