@@ -91,7 +91,7 @@ def topk_select(
     end: torch.Tensor | None = None,
     index_base: str = "window",
     out: torch.Tensor,
-    kernel: str | None = None,  # noqa: ARG001 - `select` is called with it
+    **_: object,  # a kernel's name, and page tables, which `accelerate` does not give
 ) -> torch.Tensor:
     """What an engine's generic fallback does in place of `select`: mask, `torch.topk`, cast, -1."""
     with torch.profiler.record_function("keysift::select"):
