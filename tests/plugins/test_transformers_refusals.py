@@ -42,7 +42,7 @@ def test_other_models(call, model):
         ({"kernel": {"score": "fast"}}, "kernel is 'fast' for score; it may be cpu, triton, reference"),
         ({"kernel": {"topk": "cpu"}}, "kernel names the stage 'topk'; it may name score, select, sparse_mla"),
         ({"index_dtype": torch.float64}, "index_dtype is torch.float64; it may be None or torch.float32"),
-        ({"index_dtype": torch.float8_e4m3fn}, "index_dtype is torch.float8_e4m3fn"),
+        ({"index_dtype": torch.float8_e5m2}, "index_dtype is torch.float8_e5m2"),
     ],
 )
 def test_options(model, options, message):

@@ -23,6 +23,7 @@ from keysift.ops.score.api import KERNELS as SCORE_KERNELS
 from keysift.ops.select.api import KERNELS as SELECT_KERNELS
 from keysift.ops.sparse_mla.api import KERNELS as SPARSE_MLA_KERNELS
 from keysift.ops.sparse_mla.api import sparse_mla
+from keysift.plugins import fp8_index
 
 #: Model classes served, and the model's own function that pairs the rotary dimensions of its indexer.
 MODELS = {
@@ -30,7 +31,7 @@ MODELS = {
     "GlmMoeDsaForCausalLM": "apply_rotary_pos_emb_interleave",
 }
 STAGES = {"score": SCORE_KERNELS, "select": SELECT_KERNELS, "sparse_mla": SPARSE_MLA_KERNELS}
-INDEX_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+INDEX_DTYPES = (torch.float32, torch.bfloat16, torch.float16, *fp8_index.FORMATS)
 #: Bytes of absorbed queries and their outputs at a time during prefill.
 ATTEND_BUDGET = 128 << 20
 
@@ -43,8 +44,9 @@ def accelerate(
     model        a DeepseekV32ForCausalLM or GlmMoeDsaForCausalLM of transformers, in eval mode when it is called
     kernel       None: the dispatch chooses; a name: the kernel of select; a mapping of stage ("score", "select",
                  "sparse_mla") to kernel name
-    index_dtype  dtype of the cached index keys: float32, bfloat16 or float16; default the model's own, which keeps the
-                 selection that of stock transformers
+    index_dtype  dtype of the cached index keys: float32, bfloat16, float16, float8_e4m3fn (float8_e4m3fnuz on MI300);
+                 default the model's own, which keeps the selection that of stock transformers. In fp8 the queries are
+                 fp8 too, both after a Hadamard rotation, as V3.2 is served
 
     Returns the model. No weight is copied, `state_dict` and checkpoints are untouched, `restore` undoes it, a second
     call replaces the options. Caches filled by stock transformers cannot be continued, nor the other way round.
@@ -64,6 +66,8 @@ def accelerate(
     attentions = _attentions(model)
     for attention in attentions:
         _up_projections(attention)
+        if index_dtype in fp8_index.FORMATS and attention.indexer is not None:
+            fp8_index.layout(index_dtype, attention.indexer.head_dim)  # refuses what no fp8 page holds
         if "forward" in vars(attention) and not hasattr(attention, "_keysift"):
             raise ValueError(
                 f"the forward method of attention layer {attention.layer_idx} has been replaced by another library; "
@@ -295,37 +299,34 @@ def _index(
     k_rope, k_rest = module.k_norm(module.wk(hidden_states)).unsqueeze(2).split(sizes, dim=-1)
     q_rope, k_rope = options.rotate_index(q_rope, k_rope, cos, sin, unsqueeze_dim=2)
     q = torch.cat((q_rope, q_rest), dim=-1)  # [B, S, H, D]
-    k = torch.cat((k_rope, k_rest), dim=-1).squeeze(2).to(options.index_dtype or q.dtype)
-    if cache is not None:
-        k = cache.update_indexer(k, module.layer_idx)  # [B, T, D]
+    k = torch.cat((k_rope, k_rest), dim=-1).squeeze(2)
     weights = module.weights_proj(hidden_states.to(module.weights_proj.weight.dtype)).float()
     weights = weights * (module.n_heads**-0.5 * module.softmax_scale)
+    narrow = options.index_dtype if options.index_dtype in fp8_index.FORMATS else None
+    if narrow is not None:
+        q, weights = fp8_index.queries(q, weights, narrow)
+    k = k.to(options.index_dtype or k.dtype) if narrow is None else fp8_index.keys(k, narrow)
+    if cache is not None:
+        k = cache.update_indexer(k, module.layer_idx)  # [B, T, D]; fp8: bytes [B, T, D + 4]
 
     topk = min(module.index_topk, k.shape[1])
     starts, ends = windows
     columns = torch.empty(batch, tokens, topk, dtype=torch.int32, device=q.device)
     kernels: dict[str, Any] = {"score_kernel": options.kernels["score"], "select_kernel": options.kernels["select"]}
+    kernels["index_base"] = "column"
     if tokens == 1:
-        # A cache in one piece per request is a paged cache of one page each.
-        table = torch.arange(batch, dtype=torch.int32, device=q.device)[:, None]
+        # A cache in one piece per request is a paged cache of one page each; fp8 keys are pages of one token.
+        layout = None if narrow is None else fp8_index.layout(narrow, module.head_dim)
+        pages = k if layout is None else k.reshape(-1, 1, layout.width)
+        table = torch.arange(pages.shape[0], dtype=torch.int32, device=q.device).view(batch, -1)
         indexer.index_decode(
-            q[:, 0],
-            k,
-            weights[:, 0],
-            ends,
-            table,
-            topk,
-            starts=starts,
-            index_base="column",
-            out=columns[:, 0],
-            **kernels,
+            q[:, 0], pages, weights[:, 0], ends, table, topk, layout=layout, starts=starts, out=columns[:, 0], **kernels
         )
         return columns
     for b in range(batch):
         part = slice(b * tokens, (b + 1) * tokens)
-        indexer.index_prefill(
-            q[b], k[b], None, weights[b], starts[part], ends[part], topk, index_base="column", out=columns[b], **kernels
-        )
+        keys, scale = (k[b], None) if narrow is None else fp8_index.split(k[b], narrow)
+        indexer.index_prefill(q[b], keys, scale, weights[b], starts[part], ends[part], topk, out=columns[b], **kernels)
     return columns
 
 
