@@ -17,6 +17,7 @@ from keysift.ops.select import api as select_api
 from keysift.ops.select import reference
 from keysift.ops.sparse_mla import api as sparse_mla_api
 from keysift.testing import cache as cache_kit
+from keysift.testing import sparse_mla as sparse_mla_kit
 from keysift.testing.lines import LINES
 
 TABLES = {
@@ -126,7 +127,8 @@ def test_check_judges_the_other_stages_too():
     assert done.exit_code == 0, done.output
     for kernel in ("cpu", "reference"):
         assert f"sparse_mla {kernel}: keeps the contract" in done.output
-    for line in ("sparse_mla 1", "sparse_mla 2", "sparse_mla 3", "sparse_mla 4", "every 1", "every 3", "refused 1"):
+    kit = sparse_mla_kit
+    for line in (kit.FORMULA, kit.INDICES, kit.SINK, kit.PARTS, kit.OUTPUT, kit.REPEAT, kit.REFUSED):
         assert re.search(rf"{re.escape(line)} +│ passed [1-9]", done.output), line
 
 

@@ -9,6 +9,15 @@ def check_dtype(name: str, tensor: torch.Tensor, accepted: tuple[torch.dtype, ..
         raise TypeError(f"{name} is {type(tensor).__name__}; it must be a torch.Tensor")
     if tensor.dtype not in accepted:
         raise TypeError(f"{name} is {tensor.dtype}; it may be {', '.join(str(dtype) for dtype in accepted)}")
+    check_stored(name, tensor)
+
+
+def check_stored(name: str, tensor: torch.Tensor) -> None:
+    """A tensor whose memory holds its numbers; kernels read memory. Raises ValueError."""
+    if tensor.layout != torch.strided:
+        raise ValueError(f"{name} is {tensor.layout}; it must be torch.strided")
+    if tensor.is_neg():
+        raise ValueError(f"{name} is a view that torch negates when it is read; give {name}.resolve_neg()")
 
 
 def check_device(name: str, tensor: torch.Tensor, other_name: str, other: torch.Tensor) -> None:

@@ -19,6 +19,9 @@ import torch
 from torch.autograd import profiler
 from torch.utils import _python_dispatch
 
+#: Where keysift was imported; a forked child has torch's records of threads without the threads.
+PROCESS = os.getpid()
+
 #: `KEYSIFT_CHECK=1`, read once: values in lengths, tables and indices are checked too, which synchronises.
 CHECK_VALUES = os.environ.get("KEYSIFT_CHECK") == "1"
 
@@ -27,7 +30,6 @@ TRITON_INTERPRETS = os.environ.get("TRITON_INTERPRET") == "1"
 
 #: For a device that is only named (`explain`), the packages a GPU installation brings.
 GPU_PACKAGES = ("triton", "cuda.core", "cuda.bindings")
-
 
 #: Multiprocessors or compute units of a device that is only named.
 PROCESSORS = {"sm_80": 108, "sm_90": 132, "sm_100": 148, "gfx942": 304, "gfx950": 256}
@@ -85,9 +87,9 @@ def choose(stage: str, table: Sequence[Kernel], problem: Problem, name: str | No
     Without `name`, `KEYSIFT_<STAGE>` (read once) names one. Raises ValueError: an unknown name, a named kernel with
     unmet constraints (each is listed), or no kernel at all (each kernel is listed with its reasons).
     """
-    forced = None if name else _forced(stage)
+    forced = None if name is not None else _forced(stage)
     try:
-        return _choose(stage, tuple(table), problem, name or forced)
+        return _choose(stage, tuple(table), problem, forced if name is None else name)
     except ValueError as error:
         if forced is None:
             raise
@@ -110,7 +112,7 @@ def _choose(stage: str, table: tuple[Kernel, ...], problem: Problem, name: str |
         return named[0]
     for kernel in table:
         if not kernel.unmet(problem):
-            if kernel is table[-1] and problem.device.type != "cpu":
+            if kernel is table[-1] and problem.device.type not in ("cpu", "meta"):
                 _warn_reference(stage, problem.kind, _reasons(table[:-1], problem))
             return kernel
     raise ValueError(f"no kernel can run this {stage}:\n{_reasons(table, problem)}")
@@ -191,7 +193,8 @@ def parse_device(text: str) -> Device:
         kind == "hip" and re.fullmatch(r"gfx(9[04][0-9a-f]|950|1[0-2][0-9a-f]{2})", arch)
     ):
         return Device(kind, arch, is_local=False, processors=PROCESSORS.get(arch, 100))
+    here = "cpu, cuda," if torch.cuda.is_available() else "cpu (torch finds no cuda here)"
     raise ValueError(
-        f"device is {text!r}; it may be cpu, cuda if there is one here, or a named chip: cuda:sm_70 to cuda:sm_129 "
-        "(as cuda:sm_90), hip:gfx900 to hip:gfx12.. (as hip:gfx942)"
+        f"device is {text!r}; it may be {here} or a named chip: cuda:sm_70 to cuda:sm_129 (as cuda:sm_90), "
+        "hip:gfx900 to hip:gfx12.. (as hip:gfx942)"
     )

@@ -27,6 +27,14 @@ def unmet_nothing(_problem: object) -> list[str]:
     return []
 
 
+def full_precision(device: torch.device) -> contextlib.AbstractContextManager[object]:
+    """Without autocast, which would round what torch multiplies: a stage computes what its arguments say."""
+    return torch.autocast(device.type, enabled=False) if torch.is_autocast_enabled(device.type) else _NOTHING
+
+
+_NOTHING = contextlib.nullcontext()
+
+
 def on_device_of(tensor: torch.Tensor) -> contextlib.AbstractContextManager[object]:
     """Triton launches on the current device: inside this it is the tensor's; the interpreter has none."""
-    return torch.cuda.device(tensor.device) if tensor.is_cuda else contextlib.nullcontext()
+    return torch.cuda.device(tensor.device) if tensor.is_cuda else _NOTHING

@@ -12,6 +12,7 @@ import torch
 from numba import njit
 
 import keysift
+from keysift import dispatch
 from keysift.ops.select import kernel_cpu as kernel
 from keysift.ops.select import kernel_cpu_code as code
 from keysift.ops.select import reference
@@ -177,20 +178,24 @@ def test_two_python_threads_at_once_do_not_disturb_each_other(threads, small_pie
         assert all(pool.map(work, range(4)))
 
 
-def test_a_forked_child_does_not_wait_for_threads_that_it_has_not():
+@pytest.mark.parametrize("first", [True, False])
+def test_a_forked_child_does_not_wait_for_threads_that_it_has_not(first):
     program = """
-import os, torch, keysift
-from keysift.ops.select import kernel_cpu
-kernel_cpu.SERIAL = 0
+import os, sys, torch, keysift
 torch.set_num_threads(2)
-scores = torch.randn(8, 4000)
-meant = keysift.select(scores, 100, sorted=True, kernel="cpu")
+scores = torch.randn(64, 4000)
+if sys.argv[1] == "True":
+    meant = keysift.select(scores, 100, sorted=True, kernel="cpu")
+else:  # the child is the first to load the kernel, but torch's threads were its parent's
+    meant = keysift.select(scores, 100, sorted=True, kernel="reference")
+    torch.randn(1 << 22).mul(2)
 child = os.fork()
 if child == 0:
     os._exit(0 if torch.equal(keysift.select(scores, 100, sorted=True, kernel="cpu"), meant) else 3)
 raise SystemExit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 """
-    done = subprocess.run([sys.executable, "-c", program], check=False, timeout=120, capture_output=True, text=True)
+    arguments = [sys.executable, "-c", program, str(first)]
+    done = subprocess.run(arguments, check=False, timeout=120, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
 
 
@@ -229,7 +234,7 @@ def test_the_workspace_grows_with_threads_and_k_not_with_the_scores(threads):
     threads(2)
     assert kernel.workspace_size(4096, 1 << 20, 2048) == kernel.workspace_size(64, 1 << 20, 2048) < 1 << 18
     assert kernel.workspace_size(1, 64, 2048) < 1 << 14
-    assert os.getpid() == kernel._PROCESS
+    assert os.getpid() == dispatch.PROCESS
 
 
 def test_scratch_follows_the_number_of_threads():

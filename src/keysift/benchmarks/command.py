@@ -11,6 +11,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from keysift import dispatch
 from keysift.benchmarks import bench_index as indexing
 from keysift.benchmarks import bench_score as scoring
 from keysift.benchmarks import bench_select as bench
@@ -20,7 +21,7 @@ from keysift.benchmarks.cases import Case, case_set
 from keysift.benchmarks.report import index_table, score_table, step_table, table
 from keysift.benchmarks.stack import MODELS
 from keysift.ops.score.api import KERNELS as SCORE_KERNELS
-from keysift.ops.select.api import KERNELS
+from keysift.ops.select.api import KERNELS, Problem
 
 #: What `--against` allows by default: repeats differ by 1.5 % on a GPU (95th percentile); a shared CPU is noisier.
 MARGINS = {"cpu": 0.5, "cuda": 0.1}
@@ -41,6 +42,11 @@ def bench_select(
     commit: str | None,
 ) -> None:
     """Exits 1 where a kernel of ours gave a wrong result, or lost against the record; 2 for options that do not fit."""
+    _check_writable(json)
+    if margin is not None and (margin < 0 or against is None):
+        raise typer.BadParameter(f"--margin is {margin}; it may be 0 or more, and goes with --against")
+    if shape[0] is not None and set_name != "default":
+        raise typer.BadParameter("--rows and --columns name one case, --set many; leave one of them out")
     device = _device("cpu" if set_name == "cpu" else device_name)
     for name in kernels:
         _one_of("--kernel", name, [kernel.name for kernel in KERNELS])
@@ -109,6 +115,7 @@ def bench_score(
     commit: str | None,
 ) -> None:
     """Exits 1 where a kernel of ours gave a wrong result; 2 for options that do not fit."""
+    _check_writable(json)
     device = _device(device_name)
     for name in kernels:
         _one_of("--kernel", name, [kernel.name for kernel in SCORE_KERNELS])
@@ -135,6 +142,7 @@ def bench_index(
     commit: str | None,
 ) -> None:
     """Exits 1 where a selection was wrong; 2 for options that do not fit."""
+    _check_writable(json)
     device = _device(device_name)
     phase, rows, columns, k, heads, ratio, dtype, memory_budget = shape
     cases = indexing.case_set(device)
@@ -195,13 +203,18 @@ def bench_tpot(
     commit: str | None,
 ) -> None:
     """Exits 1 where selectors selected differently; 2 for options that do not fit."""
+    _check_writable(json)
     device = _device(device_name)
     dims = MODELS[model]
     if dims.heads % tensor_parallel:
         raise typer.BadParameter(f"--tensor-parallel is {tensor_parallel}; it must divide {model}'s {dims.heads} heads")
     names = select.split(",")
+    facts = dispatch.device_of(device)
     for name in names:
         _one_of("--select", name, ["torch", "auto", *(kernel.name for kernel in KERNELS)])
+        for kernel in KERNELS:
+            if kernel.name == name and (unmet := kernel.unmet(Problem(facts, torch.float32, 1, 8192, dims.topk))):
+                raise typer.BadParameter(f"--select is {name!r}, which cannot run here: {'; '.join(unmet)}")
     batches, contexts = _numbers("--batch", batch), _numbers("--context", context)
     record = records.new(device, "graph" if device.type == "cuda" else "step", commit, "tpot")
     console, total = _console(), len(batches) * len(contexts)
@@ -221,6 +234,12 @@ def bench_tpot(
         console.print(f"record: {json}")
     if any("fault" in entry for entry in record["cases"].values()):
         raise typer.Exit(1)
+
+
+def _check_writable(path: pathlib.Path | None) -> None:
+    """Before anything is measured."""
+    if path is not None and not path.absolute().parent.is_dir():
+        raise typer.BadParameter(f"--json is {path}; there is no folder {path.parent}")
 
 
 def _numbers(option: str, text: str) -> list[int]:

@@ -53,7 +53,6 @@ def new(device: torch.device, mode: str, commit: str | None = None, stage: str =
 
 def write(record: Record, path: pathlib.Path) -> None:
     """Write `record` to `path`, whole or not at all."""
-    path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(path.name + ".partial")
     partial.write_text(json.dumps(record, indent=1) + "\n")
     partial.replace(path)

@@ -12,9 +12,13 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from rich.progress import Progress, TaskID
+
+from keysift import indexer
+from keysift.plugins import fp8_index
 
 STAGES = ("score", "select", "sparse_mla", "rest")
 
@@ -37,6 +41,7 @@ class Run:
     decode_bytes: int | None
     stage_s: dict[str, float] = field(default_factory=dict)  # per token, under the profiler
     profiled_token_s: float = 0.0
+    fp8_overlap: list[float] = field(default_factory=list)  # of each selection of a few more tokens
 
     @property
     def time_per_token(self) -> float:
@@ -157,6 +162,8 @@ def measure(model: Any, ids: torch.Tensor, new_tokens: int, memory: Memory, prog
         decode_bytes=memory.peak(),
     )
     run.stage_s, run.profiled_token_s = split(model, result.sequences, cache, stock=name == "stock")
+    if name == "keysift":
+        run.fp8_overlap = fp8_overlap(model, result.sequences, cache)
     return run
 
 
@@ -203,6 +210,31 @@ def split(model: Any, sequences: torch.Tensor, cache: Any, *, stock: bool) -> tu
         spent[stage] += (event.device_time_total if cuda else event.cpu_time_total) / 1e6 / PROFILED_TOKENS
     spent["rest"] = total - sum(spent[stage] for stage in STAGES[:-1])
     return spent, total
+
+
+def fp8_overlap(model: Any, sequences: torch.Tensor, cache: Any) -> list[float]:
+    """Of the keys that each layer selects for a few more tokens, the share that fp8 queries and keys select too."""
+    shares = []
+    exact = indexer.index_decode
+    dtype = torch.float8_e4m3fn
+
+    def both(
+        q: torch.Tensor, pages: torch.Tensor, weights: torch.Tensor, ends: torch.Tensor, table: torch.Tensor, topk: int,
+        **options: Any,
+    ) -> torch.Tensor:  # fmt: skip
+        indices = exact(q, pages, weights, ends, table, topk, **options)
+        narrow_q, narrow_weights = fp8_index.queries(q, weights, dtype)
+        kept, layout = fp8_index.keys(pages[0], dtype)[:, None], fp8_index.layout(dtype, q.shape[-1])
+        each = torch.arange(kept.shape[0], dtype=torch.int32, device=q.device)[None]
+        own = options | {"layout": layout, "out": None}
+        narrow = exact(narrow_q, kept, narrow_weights, ends, each, topk, **own)
+        selected = set(indices[0].tolist()) - {-1}
+        shares.append(len(selected & set(narrow[0].tolist())) / max(1, len(selected)))
+        return indices
+
+    with mock.patch.object(indexer, "index_decode", both):
+        generate(model, sequences, cache, PROFILED_TOKENS)
+    return shares
 
 
 @contextlib.contextmanager

@@ -117,6 +117,7 @@ def record(
                 "profiled_token_s": run.profiled_token_s,
                 "stock_over_this": runs["stock"].time_per_token / run.time_per_token,
                 "tokens": run.tokens,
+                **({"fp8_overlap": run.fp8_overlap} if run.fp8_overlap else {}),
             }
             for name, run in runs.items()
         },

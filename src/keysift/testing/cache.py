@@ -66,7 +66,7 @@ def check_cache(kernel: str | None = None, device: torch.device | str = "cpu", s
     >>> check_cache("reference").ok
     True
     """
-    report = Report(f"cache {kernel or 'as chosen'}", seed, str(torch.device(device)))
+    report = Report(f"cache {kernel or 'as chosen'}", seed, f"on {torch.device(device)}")
     report.lines = {name: Line(name) for name in LINES}
     for number, (layout, dtype) in enumerate(cases()):
         own = INDEX if isinstance(layout, IndexLayout) else LATENT

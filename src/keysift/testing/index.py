@@ -176,7 +176,7 @@ def check_index(kernel: str | None = None, device: torch.device | str = "cpu", s
     >>> check_index("reference").ok
     True
     """
-    report = Report(f"index {kernel or 'as chosen'}", seed, str(torch.device(device)))
+    report = Report(f"index {kernel or 'as chosen'}", seed, f"on {torch.device(device)}")
     report.lines = {name: Line(name) for name in LINES}
     for number, case in enumerate(cases()):
         call = build(case, kernel, torch.device(device), seed + number)

@@ -76,7 +76,7 @@ def check_select(
         if not claims(case) - features and accepts(case):
             asked[str(case)] = case
     refused = refusals(torch.device(device), target, features) if "refusals" in features else []
-    report = Report(target.name, seed, tier, {name: Line(name) for name in LINES})
+    report = Report(target.name, seed, f"tier {tier}", {name: Line(name) for name in LINES})
     total = len(asked) + len(refused)
     for done, case in enumerate(asked.values(), start=1):
         _Judgement(target, case, torch.device(device), seed).enter(report)

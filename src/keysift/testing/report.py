@@ -37,11 +37,11 @@ class Line:
 
 @dataclass(slots=True)
 class Report:
-    """The judgement of one selector. `str(report)` is a table; rich prints it as one too."""
+    """The judgement of one subject. `str(report)` is a table; rich prints it as one too."""
 
     subject: str
     seed: int
-    tier: str
+    scope: str  # "tier cpu", "on cuda:0": how much was tried, or where
     lines: dict[str, Line] = field(default_factory=dict)
     declined: int = 0  # cases that the selector declares it cannot run
 
@@ -64,9 +64,10 @@ class Report:
     @property
     def title(self) -> str:
         """Who was judged, by what, with which result."""
-        declined = f", {self.declined} cases declined" if self.declined else ""
+        cases = "case" if self.declined == 1 else "cases"
+        declined = f", {self.declined} {cases} declined, as the kernel's constraints say" if self.declined else ""
         verdict = "keeps the contract" if self.ok else "breaks the contract"
-        return f"{self.subject}: {verdict} (tier {self.tier}, seed {self.seed}{declined})"
+        return f"{self.subject}: {verdict} ({self.scope}, seed {self.seed}{declined})"
 
     def __str__(self) -> str:
         width = max((len(name) for name in self.lines), default=0)

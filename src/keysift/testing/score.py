@@ -180,7 +180,7 @@ def check_score(kernel: str | None = None, device: torch.device | str = "cpu", s
     >>> check_score("reference").ok
     True
     """
-    report = Report(f"score {kernel or 'as chosen'}", seed, str(torch.device(device)))
+    report = Report(f"score {kernel or 'as chosen'}", seed, f"on {torch.device(device)}")
     report.lines = {name: Line(name) for name in LINES}
     for number, case in enumerate(cases(torch.device(device))):
         call = build(case, torch.device(device), seed + number)

@@ -11,8 +11,13 @@ from keysift.ops.sparse_mla import api, combine_partials, sparse_mla, sparse_mla
 from .report import Line, Report
 
 EPS = 2.0**-24  # half a unit in the last place of float32
-FORMULA, INDICES, SINK, PARTS = (f"sparse_mla {n}" for n in (1, 2, 3, 4))
-OUTPUT, REPEAT, REFUSED = "every 1", "every 3", "refused 1"
+FORMULA = "sparse_mla 1: the formula, float32 sums"
+INDICES = "sparse_mla 2: -1 anywhere, nothing selected"
+SINK = "sparse_mla 3: attention sink, topk_length"
+PARTS = "sparse_mla 4: parts joined"
+OUTPUT = "every operation: outputs and workspace, nothing beside them"
+REPEAT = "every operation: same bits on every run"
+REFUSED = "refused input"
 #: Selected slots of a token: all of k, holes anywhere, holes at the ends only, a single one, nothing.
 HOLES = ("none", "some", "ends", "one", "all")
 
@@ -182,7 +187,7 @@ def check_sparse_mla(kernel: str | None = None, device: torch.device | str = "cp
     >>> check_sparse_mla("reference").ok
     True
     """
-    report = Report(f"sparse_mla {kernel or 'as chosen'}", seed, str(torch.device(device)))
+    report = Report(f"sparse_mla {kernel or 'as chosen'}", seed, f"on {torch.device(device)}")
     report.lines = {name: Line(name) for name in (FORMULA, INDICES, SINK, PARTS, OUTPUT, REPEAT, REFUSED)}
     for number, case in enumerate(cases()):
         call = build(case, device, seed + number)

@@ -179,7 +179,8 @@ def _score(
     problem = _problem(q, k, block_table, out)
     chosen = dispatch.choose("score", KERNELS, problem, kernel)
     if problem.rows and problem.columns:
-        chosen.load()(q, k, k_scale, weights, starts, ends, next_n, block_table, out[: problem.rows])
+        with kernels.full_precision(q.device):
+            chosen.load()(q, k, k_scale, weights, starts, ends, next_n, block_table, out[: problem.rows])
 
 
 def _score_fake(*args: object) -> None:

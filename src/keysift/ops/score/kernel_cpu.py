@@ -116,8 +116,8 @@ def _score_rows(
         if inner_lower <= first and last <= inner_upper:
             out[:, first:last] = scores
         else:
-            bounds = torch.tensor(windows)
-            column = torch.arange(first, last)
+            bounds = torch.tensor(windows, device="cpu")
+            column = torch.arange(first, last, device="cpu")
             inside = (column >= bounds[:, :1]) & (column < bounds[:, 1:])
             out[:, first:last][inside] = scores[inside]
 

@@ -252,7 +252,7 @@ def select_workspace_size(scores: torch.Tensor, k: int, *, kernel: str | None = 
 
 def _problem(scores: torch.Tensor, k: int) -> Problem:
     rows, columns = scores.shape
-    stride = scores.stride(1) if columns > 1 else 1
+    stride = scores.stride(1) if rows and columns > 1 else 1
     return Problem(dispatch.device_of(scores.device), scores.dtype, rows, columns, k, stride)
 
 
@@ -348,7 +348,7 @@ def _chosen(
     kernel: str | None,
 ) -> tuple[Callable[..., None], int]:
     """The entry of the kernel that runs and the bytes of scratch that it wants; plain keys, since every call asks."""
-    problem = Problem(dispatch.device_of(device), dtype, rows, columns, k, stride if columns > 1 else 1)
+    problem = Problem(dispatch.device_of(device), dtype, rows, columns, k, stride if rows and columns > 1 else 1)
     chosen = dispatch.choose("select", KERNELS, problem, kernel)
     return chosen.load(), chosen.workspace_size(problem)
 

@@ -2,7 +2,7 @@
 
 import torch
 
-from keysift.checks import check_device, check_dtype, refuse_first
+from keysift.checks import check_device, check_dtype, check_stored, refuse_first
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 INTEGERS = (torch.int32, torch.int64)
@@ -16,12 +16,13 @@ def check_scores(scores: torch.Tensor, k: int) -> None:
         raise ValueError(f"scores has shape {list(scores.shape)}; it must be [rows, columns]")
     if scores.dtype not in DTYPES:
         raise TypeError(f"scores is {scores.dtype}; it may be {', '.join(str(dtype) for dtype in DTYPES)}")
+    check_stored("scores", scores)
     if scores.shape[1] >= 2**31:
         raise ValueError(f"scores has {scores.shape[1]} columns; an int32 index reaches 2**31 - 1")
     if isinstance(k, bool) or not isinstance(k, int):
         raise TypeError(f"k is {k!r}; it must be an int")
-    if k < 1:
-        raise ValueError(f"k is {k}; it must be at least 1")
+    if not 1 <= k < 2**31:
+        raise ValueError(f"k is {k}; it must be at least 1, and counts in an int32")
 
 
 def check_windows(
@@ -140,7 +141,8 @@ def _check_result(
     if tensor.ndim != 1 + len(shape) or tensor.shape[0] < rows or tensor.shape[1:] != shape:
         wanted = f"[at least {rows}]" if width is None else f"[at least {rows}, {width}]"
         raise ValueError(f"{label} has shape {list(tensor.shape)}; it must be {wanted}")
-    if shape and tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
+    check_stored(label, tensor)
+    if shape and tensor.shape[-1] > 1 and tensor.stride(-1) != 1 and tensor.numel():
         raise ValueError(f"{label} has stride {tensor.stride(-1)} in its last dimension; it must be 1")
 
 
@@ -193,7 +195,7 @@ def check_page_values(
     own = torch.arange(rows, device=scores.device) if page_rows is None else page_rows.long()
     first = torch.zeros_like(own) if start is None else start.long()
     last = torch.full_like(own, columns) if end is None else end.long()
-    largest = (2**31 - 1) // page_size  # page * page_size + offset is an int32
+    largest = 2**31 // page_size  # page * page_size + offset is an int32
     page = torch.arange(pages, device=scores.device)
     reached = torch.zeros(table_rows, dtype=torch.int64, device=scores.device)
     reached.scatter_reduce_(0, own, (last - first).clamp(min=0), "amax")

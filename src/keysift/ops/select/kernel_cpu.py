@@ -26,6 +26,8 @@ from typing import Any
 import torch
 from numba import cfunc, types
 
+from keysift.dispatch import PROCESS
+
 from .kernel_cpu_code import BINS, LINE, work_16, work_32
 
 #: Bit patterns of +inf.
@@ -37,8 +39,6 @@ SERIAL, ROW = 1 << 15, 1024
 PIECE = 1 << 17
 #: List entries beyond 2k: what the sample lets through above k, with room to spare.
 ROOM = 1024
-
-_PROCESS = os.getpid()
 
 
 def run(
@@ -130,7 +130,7 @@ def _team() -> Callable[..., None] | None:
     Several Python threads may enter at once. A forked child has the pool's records without its threads, and would
     wait for them for ever.
     """
-    return _openmp() if os.getpid() == _PROCESS else None
+    return _openmp() if os.getpid() == PROCESS else None
 
 
 @functools.cache

@@ -39,6 +39,8 @@ def _unmet_triton(problem: Problem) -> list[str]:
         unmet.append(f"column stride of kv is {problem.column_stride}, needs 1")
     if problem.dim > 1024:
         unmet.append(f"head size is {problem.dim}, needs at most 1024")
+    elif problem.device.type == "cpu":  # the interpreter has no shared memory
+        return unmet
     elif (wanted := _plan(problem).shared) > (limit := plans.shared_limit(problem.device)):
         unmet.append(f"shared memory is {limit} bytes, needs {wanted} for latents of {problem.dim}")
     return unmet
@@ -297,7 +299,7 @@ def _sparse_mla(
     if workspace is not None and workspace.numel() < size:
         raise ValueError(f"workspace has {workspace.numel()} bytes; this call needs {size}")
     if dispatch.CHECK_VALUES:
-        checks.check_values(kv, indices)
+        checks.check_values(kv, indices, topk_length)
     if tokens == 0:
         return
     if problem.k == 0 or kv.numel() == 0:
@@ -306,7 +308,8 @@ def _sparse_mla(
         return
     if workspace is None and size:
         workspace = q.new_empty(size, dtype=torch.uint8)
-    chosen.load()(q, kv, scales, rope, indices, scale, sink, topk_length, out[:tokens], lse[:tokens], workspace)
+    with kernels.full_precision(q.device):
+        chosen.load()(q, kv, scales, rope, indices, scale, sink, topk_length, out[:tokens], lse[:tokens], workspace)
 
 
 def _combine_partials(
@@ -318,7 +321,8 @@ def _combine_partials(
     if out.numel():
         parts, value_dim = outs.shape[0], outs.shape[-1]
         rows = outs.reshape(parts, -1, value_dim), lses.reshape(parts, -1), out.view(-1, value_dim), lse.view(-1)
-        chosen.load()(*rows)
+        with kernels.full_precision(outs.device):
+            chosen.load()(*rows)
     else:
         lse.copy_(lses.logsumexp(0))
 

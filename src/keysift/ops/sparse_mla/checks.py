@@ -162,10 +162,13 @@ def check_combined(
         )
 
 
-def check_values(kv: torch.Tensor, indices: torch.Tensor) -> None:
+def check_values(kv: torch.Tensor, indices: torch.Tensor, topk_length: torch.Tensor | None) -> None:
     """KEYSIFT_CHECK=1: refuse slots that kv lacks; any negative index other than -1 is one. Synchronises."""
     slots = kv.shape[:-1].numel()
-    bad = ((indices < -1) | (indices >= slots)).nonzero()
+    wrong = (indices < -1) | (indices >= slots)
+    if topk_length is not None:  # what lies behind may be anything
+        wrong &= torch.arange(indices.shape[1], device=indices.device) < topk_length[:, None]
+    bad = wrong.nonzero()
     if bad.numel():
         token, column = (int(position) for position in bad[0])
         raise ValueError(

@@ -31,15 +31,17 @@ def run(
     tokens, heads, dim = q.shape
     k = indices.shape[1]
     if topk_length is not None:
-        indices = indices.where(torch.arange(k) < topk_length[:, None], -1)
+        indices = indices.where(torch.arange(k, device="cpu") < topk_length[:, None], -1)
     chunk = min(tokens, max(1, BYTES // (4 * k * (dim + heads))))
-    latents, logits = torch.empty(chunk, k, dim), torch.empty(chunk, heads, k)
+    latents, logits = (q.new_empty(shape, dtype=torch.float32) for shape in ((chunk, k, dim), (chunk, heads, k)))
     for first in range(0, tokens, chunk):
         part = slice(first, min(first + chunk, tokens))
         size = part.stop - first
         absent = indices[part] < 0
         padded = bool(absent.any())
         slots = indices[part].clamp(min=0) if padded else indices[part]
+        if size and int(slots.max()) >= kv.shape[0] * kv.shape[1]:
+            raise IndexError(f"indices hold slot {int(slots.max())}; kv has {kv.shape[0] * kv.shape[1]}")
         _gather(kv, scales, rope, slots.flatten(), latents[:size].view(-1, dim))
         _attend(
             q[part].float() * scale, latents[:size], absent if padded else None, logits[:size], out[part], lse[part]
