@@ -182,7 +182,16 @@ def test_a_copy_is_accelerated_on_its_own(model):
     nn.init.zeros_(twin.model.layers[0].self_attn.kv_b_proj.weight)
     keysift.restore(model)
     assert not torch.equal(logits(twin, prompt(40)), logits(model, prompt(40)))
-    assert twin.model.layers[0].self_attn.forward.__self__ is twin.model.layers[0].self_attn
+    assert twin.model.layers[0].self_attn.forward.args[0] is twin.model.layers[0].self_attn
+
+
+def test_a_pickled_model_comes_back_accelerated(model, tmp_path):
+    keysift.accelerate(model)
+    torch.save(model, tmp_path / "model.pt")
+    loaded = torch.load(tmp_path / "model.pt", weights_only=False)
+    assert loaded.model.layers[0].self_attn.forward.args[0] is loaded.model.layers[0].self_attn
+    inputs = prompt(40)
+    assert torch.equal(logits(loaded, inputs), logits(model, inputs))
 
 
 def test_kernels_are_chosen_by_stage(model):

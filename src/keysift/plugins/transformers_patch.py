@@ -8,8 +8,8 @@ else of the model (projections, norms, rotary embedding, experts, cache classes,
 In a cache layer, `keys` holds [B, 1, T, latent + rope], `values` is empty, and the indexer's slot holds the index keys.
 """
 
+import functools
 import importlib
-import types
 import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -77,7 +77,7 @@ def accelerate(
     options = _Options(module.apply_rotary_pos_emb_interleave, getattr(module, rotary), kernels, index_dtype)
     for attention in attentions:
         attention._keysift = options
-        attention.forward = types.MethodType(_forward, attention)
+        attention.forward = functools.partial(_forward, attention)  # unlike a bound method, it can be pickled
     return model
 
 
@@ -175,7 +175,8 @@ def _windows(mask: torch.Tensor, batch: int) -> tuple[torch.Tensor, torch.Tensor
     legal = single.all() if legal is None else single.all() & legal
     message = (
         "attention_mask is not one range of columns per query token (causal, with or without padding, packed or not); "
-        "keysift serves no other mask"
+        "keysift serves no other mask. generate() without attention_mask masks every pad token of the prompt, also in "
+        "its middle: give attention_mask"
     )
     if torch.compiler.is_compiling() or (mask.is_cuda and torch.cuda.is_current_stream_capturing()):
         torch._assert_async(legal, message)
