@@ -37,7 +37,7 @@ BUDGETS = (
     ("benchmarks/**/*.py", 400),
 )
 LONGER = {
-    "src/keysift/dispatch.py": (200, "a quarter of it is docstrings, and it holds the device vocabulary too"),
+    "src/keysift/dispatch.py": (210, "a quarter of it is docstrings, and it holds the device vocabulary too"),
     "src/keysift/ops/select/api.py": (
         385,
         "three public forms of one operation, each with its docstring, and what each of four kernels needs",

@@ -141,3 +141,62 @@ def test_checked_values_let_legal_junk_pass(monkeypatch):
         keysift.select(SCORES, 1, page_table=pages + 1, page_size=2**30)
     with pytest.raises(ValueError, match=r"seq_lens\[0\] is 10"):
         keysift.paged_index_scores(Q[:1], K[None], W[:1], torch.tensor([10]), table, out=torch.zeros(1, 20))
+
+
+def test_transformations_of_functions_are_refused():
+    """Their tensors have no memory to read; torch says that it cannot transform an operator that writes."""
+    ends = torch.tensor([1, 9])
+    for function, argument in (
+        (lambda end: keysift.select(SCORES, 3, end=end), ends),
+        (lambda scores: keysift.select(scores, 3, end=ends), SCORES),
+    ):
+        with pytest.raises(RuntimeError, match="functionalizing operators"):
+            torch.func.functionalize(function)(argument)
+
+
+def test_every_unmet_constraint_is_listed():
+    with pytest.raises(ValueError, match=r"device is cpu, needs cuda; .*column stride is 40.*k is 6000"):
+        keysift.select(torch.randn(9000, 40).t()[:, :8500], 6000, kernel="cuda")
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_an_output_of_16_bits_is_rounded_once_also_with_a_sink(kernel):
+    generator = torch.Generator().manual_seed(1)
+    q, kv = (torch.randn(*shape, generator=generator).bfloat16() for shape in ((4, 3, 16), (50, 16)))
+    indices = torch.randint(0, 50, (4, 20), generator=generator, dtype=torch.int32)
+    options = {"value_dim": 16, "sink": torch.randn(3, generator=generator), "kernel": kernel}
+    narrow, _ = keysift.sparse_mla(q, kv, indices, 0.3, **options)
+    wide, _ = keysift.sparse_mla(q.float(), kv.float(), indices, 0.3, **options)
+    assert (narrow != wide.bfloat16()).float().mean() < 0.02
+
+
+def test_what_stands_behind_the_last_index_costs_nothing_and_changes_nothing():
+    generator = torch.Generator().manual_seed(2)
+    q, kv = torch.randn(3, 2, 8, generator=generator), torch.randn(40, 8, generator=generator)
+    indices = torch.randint(0, 40, (3, 9), generator=generator, dtype=torch.int32)
+    indices[1, 4] = -1
+    padded = torch.nn.functional.pad(indices, (0, 500), value=-1)
+    for few, many in ((indices, padded), (indices[:0], padded[:0]), (indices * 0 - 1, padded * 0 - 1)):
+        one = keysift.sparse_mla(q[: len(few)], kv, few, 0.3, value_dim=8, kernel="cpu")
+        other = keysift.sparse_mla(q[: len(few)], kv, many, 0.3, value_dim=8, kernel="cpu")
+        assert torch.equal(one[0], other[0])
+        assert torch.equal(one[1], other[1])
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda: keysift.LatentLayout(rope_dim=1.5), TypeError, "rope_dim is 1.5"),
+        (lambda: keysift.LatentLayout(page_stride="x"), TypeError, "page_stride is 'x'"),
+        (lambda: keysift.IndexLayout(page_stride=0), ValueError, "page_stride is 0"),
+        (
+            lambda: keysift.select(SCORES, 3, page_table=OUT, page_size=2**63),
+            ValueError,
+            "page_size is 9223372036854775808",
+        ),
+        (lambda: keysift.select(SCORES, 3, out=[OUT, OUT], return_values=True), TypeError, "out is list"),
+    ],
+)
+def test_odd_arguments_are_named(call, error, message):
+    with pytest.raises(error, match=message):
+        call()

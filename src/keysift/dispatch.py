@@ -169,7 +169,8 @@ def checks_values() -> bool:
 
 
 def is_watched(tensor: torch.Tensor) -> bool:
-    """True where a call has to go through torch's dispatcher: a trace, a dispatch mode or a profiler wants to see it.
+    """True where a call has to go through torch's dispatcher: for a trace, a dispatch mode, a profiler, or torch.func,
+    whose tensors have no memory.
 
     Nobody else can tell whether an operator was called or its function, but for the clock: the way through the
     dispatcher takes 6 us, and several times as long when it has to be read from memory again.
@@ -178,6 +179,7 @@ def is_watched(tensor: torch.Tensor) -> bool:
         torch.compiler.is_compiling()
         or type(tensor) is not torch.Tensor
         or _python_dispatch.is_in_torch_dispatch_mode()
+        or torch._C._functorch.peek_interpreter_stack() is not None  # noqa: SLF001 - as below; of vmap, functionalize
         or profiler._is_profiler_enabled  # noqa: SLF001 - torch has no public name for it
     )
 

@@ -43,6 +43,7 @@ class IndexLayout:
     def __post_init__(self) -> None:
         _check_format(self.format, (*FP8, *PLAIN))
         _check_positive(page_size=self.page_size, head_dim=self.head_dim)
+        _check_stride(self.page_stride)
         if self.scale not in SCALES:
             raise ValueError(f"scale is {self.scale!r}; it may be {', '.join(map(repr, SCALES))}")
         if self.is_fp8 and self.head_dim % 4:
@@ -107,6 +108,9 @@ class LatentLayout:
     def __post_init__(self) -> None:
         _check_format(self.format, ("e4m3fn", *PLAIN))
         _check_positive(page_size=self.page_size, value_dim=self.value_dim)
+        _check_stride(self.page_stride)
+        if isinstance(self.rope_dim, bool) or not isinstance(self.rope_dim, int):
+            raise TypeError(f"rope_dim is {self.rope_dim!r}; it must be an int")
         if self.rope_dim < 0:
             raise ValueError(f"rope_dim is {self.rope_dim}; it must be at least 0")
         if self.is_fp8 and (self.value_dim % TILE or self.rope_dim % 2):
@@ -173,6 +177,11 @@ def _check_positive(**sizes: int) -> None:
             raise TypeError(f"{name} is {size!r}; it must be an int")
         if size < 1:
             raise ValueError(f"{name} is {size}; it must be at least 1")
+
+
+def _check_stride(page_stride: int | None) -> None:
+    if page_stride is not None:
+        _check_positive(page_stride=page_stride)
 
 
 def _empty(

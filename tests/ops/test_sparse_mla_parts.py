@@ -11,6 +11,7 @@ import keysift
 from attention import KERNELS, assert_close, make
 from keysift import LatentLayout, dispatch
 from keysift.ops.sparse_mla import api
+from keysift.testing import sparse_mla as kit
 from keysift.testing.sparse_mla import check_sparse_mla
 
 
@@ -22,7 +23,7 @@ def test_the_kit_passes(kernel, seed):
     assert not report.not_claimed
 
 
-@pytest.mark.parametrize("line", ["sparse_mla 1", "sparse_mla 2", "sparse_mla 3", "every 1", "every 3"])
+@pytest.mark.parametrize("line", [kit.FORMULA, kit.INDICES, kit.SINK, kit.OUTPUT, kit.REPEAT])
 def test_the_kit_sees_what_is_broken(line, monkeypatch, fresh_choices):
     """A kernel that breaks a line is reported in that line."""
     from keysift.ops.sparse_mla import reference
@@ -30,16 +31,16 @@ def test_the_kit_sees_what_is_broken(line, monkeypatch, fresh_choices):
     turn = iter(range(1000))
 
     def broken(q, kv, scales, rope, indices, scale, sink, topk_length, out, lse, workspace):
-        if line == "sparse_mla 1":
+        if line == kit.FORMULA:
             scale *= 1.0001
-        elif line == "sparse_mla 2":
+        elif line == kit.INDICES:
             indices = indices.clamp(min=0)
-        elif line == "sparse_mla 3":
+        elif line == kit.SINK:
             sink = topk_length = None
         reference.run(q, kv, scales, rope, indices, scale, sink, topk_length, out, lse, workspace)
-        if line == "every 1" and out.storage_offset():
+        if line == kit.OUTPUT and out.storage_offset():
             out.as_strided((1,), (1,), out.storage_offset() - 1).zero_()
-        elif line == "every 3":
+        elif line == kit.REPEAT:
             out[0, 0, 0] *= 1 + 2.0**-20 * (next(turn) % 2)
 
     table = tuple(

@@ -50,6 +50,7 @@ def bench_select(
     device = _device("cpu" if set_name == "cpu" else device_name)
     for name in kernels:
         _one_of("--kernel", name, [kernel.name for kernel in KERNELS])
+        _check_runs("--kernel", name, device, shape[2])
     if against is not None and kernels:
         raise typer.BadParameter("--against compares the kernel that is chosen; leave --kernel out")
     then = None if against is None else _read(against)
@@ -98,7 +99,7 @@ def _cases(shape: Shape, set_name: str, device: torch.device, then: records.Reco
         raise typer.BadParameter("--rows and --columns go together")
     if rows is not None and columns is not None:
         if min(rows, columns, k) < 1:
-            raise typer.BadParameter("--rows, --columns and --k must be at least 1")
+            raise typer.BadParameter(f"--rows, --columns, --k are {rows}, {columns}, {k}; each must be at least 1")
         return [Case(phase, rows, columns, k, data, dtype)]
     if then is not None and set_name == "default":
         names = [field.name for field in fields(Case)]
@@ -209,12 +210,9 @@ def bench_tpot(
     if dims.heads % tensor_parallel:
         raise typer.BadParameter(f"--tensor-parallel is {tensor_parallel}; it must divide {model}'s {dims.heads} heads")
     names = select.split(",")
-    facts = dispatch.device_of(device)
     for name in names:
         _one_of("--select", name, ["torch", "auto", *(kernel.name for kernel in KERNELS)])
-        for kernel in KERNELS:
-            if kernel.name == name and (unmet := kernel.unmet(Problem(facts, torch.float32, 1, 8192, dims.topk))):
-                raise typer.BadParameter(f"--select is {name!r}, which cannot run here: {'; '.join(unmet)}")
+        _check_runs("--select", name, device, dims.topk)
     batches, contexts = _numbers("--batch", batch), _numbers("--context", context)
     record = records.new(device, "graph" if device.type == "cuda" else "step", commit, "tpot")
     console, total = _console(), len(batches) * len(contexts)
@@ -234,6 +232,14 @@ def bench_tpot(
         console.print(f"record: {json}")
     if any("fault" in entry for entry in record["cases"].values()):
         raise typer.Exit(1)
+
+
+def _check_runs(option: str, name: str, device: torch.device, k: int) -> None:
+    """A kernel of select by name, on this device at all."""
+    problem = Problem(dispatch.device_of(device), torch.float32, 1, 8192, k)
+    for kernel in KERNELS:
+        if kernel.name == name and (unmet := kernel.unmet(problem)):
+            raise typer.BadParameter(f"{option} is {name!r}, which cannot run here: {'; '.join(unmet)}")
 
 
 def _check_writable(path: pathlib.Path | None) -> None:

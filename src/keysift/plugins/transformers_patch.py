@@ -108,6 +108,8 @@ def _attentions(model: Any) -> list[Any]:
 
 
 def _kernels(kernel: str | Mapping[str, str] | None) -> dict[str, str | None]:
+    if not (kernel is None or isinstance(kernel, str | Mapping)):
+        raise TypeError(f"kernel is {type(kernel).__name__}; it may be None, a name, or a mapping of stage to name")
     named: Mapping[str, str] = {} if kernel is None else {"select": kernel} if isinstance(kernel, str) else kernel
     for stage, name in named.items():
         if stage not in STAGES:
@@ -192,6 +194,7 @@ def _up_projections(attention: Any) -> tuple[torch.Tensor, torch.Tensor]:
         *([] if type(linear) is nn.Linear else [f"is a {type(linear).__module__}.{type(linear).__name__}"]),
         *(["has a forward hook or a replaced forward"] if _is_hooked(linear) else []),
         *([] if type(getattr(linear, "weight", None)) is nn.Parameter else ["has no plain weight"]),
+        *([f"is {linear.weight.dtype}"] if getattr(linear.weight, "dtype", None) == torch.float64 else []),
         *(["has a bias"] if getattr(linear, "bias", None) is not None else []),
     ]
     if problems:

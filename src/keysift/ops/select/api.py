@@ -46,12 +46,12 @@ def _workspace_cpu(problem: Problem) -> int:
 
 def _unmet_cuda(problem: Problem) -> list[str]:
     device = problem.device
-    if device.type != "cuda":
-        return [f"device is {device}, needs cuda"]
     fits = problem.k <= 5400 or problem.columns <= 8192
+    recent = device.type == "cuda" and int(device.arch.removeprefix("sm_")) >= 80
     return [
         *_unmet_sizes(problem),
-        *([] if int(device.arch.removeprefix("sm_")) >= 80 else [f"device is {device}, needs sm_80 or later"]),
+        *([] if device.type == "cuda" else [f"device is {device}, needs cuda"]),
+        *([] if recent or device.type != "cuda" else [f"device is {device}, needs sm_80 or later"]),
         *([] if _has_nvrtc(device) else ["cuda-core or NVRTC is not installed (pip install 'keysift[cuda]')"]),
         *([] if problem.column_stride == 1 else [f"column stride is {problem.column_stride}, needs 1"]),
         *([] if fits else [f"k is {problem.k}, needs at most 5400 where rows have more than 8192 columns"]),
@@ -239,8 +239,8 @@ def select_decode(
 def select_workspace_size(scores: torch.Tensor, k: int, *, kernel: str | None = None) -> int:
     """Bytes of `workspace` with which `select(scores, k)` allocates nothing; 0 where no scratch is wanted.
 
-    The size depends on shapes, dtype, device and k (on a CPU also on `torch.get_num_threads()`), and grows with rows,
-    not with rows * columns.
+    The size depends on shapes, dtype, device and k (on a CPU also on `torch.get_num_threads()`, so ask before a trace),
+    and grows with rows, not with rows * columns.
 
     >>> select_workspace_size(torch.empty(4, 4096), 2048) >= 0
     True

@@ -82,8 +82,8 @@ def check_index_base(
         raise ValueError(
             f"index_base is {index_base!r} beside page_table; slots are counted from the window, so leave it out"
         )
-    if isinstance(page_size, bool) or not isinstance(page_size, int) or page_size < 1:
-        raise ValueError(f"page_size is {page_size!r}; with page_table it must be an int of at least 1")
+    if isinstance(page_size, bool) or not isinstance(page_size, int) or not 1 <= page_size < 2**31:
+        raise ValueError(f"page_size is {page_size!r}; with page_table it must be an int from 1 to 2**31 - 1")
     _check_integers(scores, "page_table", page_table)
     if page_table.ndim != 2 or (page_table.shape[1] > 1 and page_table.stride(1) != 1):
         raise ValueError(
@@ -116,6 +116,8 @@ def check_out(
         _check_result(scores, "out", out, torch.int32, k)
         return out, None, None
     names = ["indices", *(["values"] if return_values else []), *(["counts"] if return_counts else [])]
+    if not isinstance(out, tuple) and len(names) > 1:
+        raise TypeError(f"out is {type(out).__name__}; this call returns ({', '.join(names)}), so it must be a tuple")
     given = out if isinstance(out, tuple) else (out,)
     if len(given) != len(names):
         raise ValueError(f"out holds {len(given)} tensors; this call returns ({', '.join(names)})")

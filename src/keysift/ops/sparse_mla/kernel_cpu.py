@@ -33,21 +33,21 @@ def run(
     if topk_length is not None:
         indices = indices.where(torch.arange(k, device="cpu") < topk_length[:, None], -1)
     chunk = min(tokens, max(1, BYTES // (4 * k * (dim + heads))))
-    latents, logits = (q.new_empty(shape, dtype=torch.float32) for shape in ((chunk, k, dim), (chunk, heads, k)))
+    latents, logits = (q.new_empty(chunk * k * width, dtype=torch.float32) for width in (dim, heads))
     for first in range(0, tokens, chunk):
         part = slice(first, min(first + chunk, tokens))
-        size = part.stop - first
-        absent = indices[part] < 0
-        padded = bool(absent.any())
-        slots = indices[part].clamp(min=0) if padded else indices[part]
-        if size and int(slots.max()) >= kv.shape[0] * kv.shape[1]:
+        size, slots = part.stop - first, indices[part]
+        if bool((slots < 0).any()):  # what stands behind the last key that one of these tokens selected costs nothing
+            used = (slots >= 0).any(0).nonzero()
+            slots = slots[:, : int(used[-1]) + 1 if len(used) else 1]
+        absent = slots < 0 if bool((slots < 0).any()) else None
+        slots, live = slots if absent is None else slots.clamp(min=0), slots.shape[1]
+        if int(slots.max()) >= kv.shape[0] * kv.shape[1]:
             raise IndexError(f"indices hold slot {int(slots.max())}; kv has {kv.shape[0] * kv.shape[1]}")
-        _gather(kv, scales, rope, slots.flatten(), latents[:size].view(-1, dim))
-        _attend(
-            q[part].float() * scale, latents[:size], absent if padded else None, logits[:size], out[part], lse[part]
-        )
-        if sink is not None:
-            out[part] *= (lse[part] - sink).sigmoid_().masked_fill_(lse[part] == -torch.inf, 0.0).unsqueeze(-1)
+        gathered = latents[: size * live * dim].view(size, live, dim)
+        _gather(kv, scales, rope, slots.flatten(), gathered.view(-1, dim))
+        scaled, weighed = q[part].float() * scale, logits[: size * heads * live].view(size, heads, live)
+        _attend(scaled, gathered, absent, weighed, sink, out[part], lse[part])
 
 
 def _gather(
@@ -72,6 +72,7 @@ def _attend(
     latents: torch.Tensor,
     absent: torch.Tensor | None,
     logits: torch.Tensor,
+    sink: torch.Tensor | None,
     out: torch.Tensor,
     lse: torch.Tensor,
 ) -> None:
@@ -85,5 +86,8 @@ def _attend(
     shift = highest.masked_fill(highest == -torch.inf, 0.0)
     total = logits.sub_(shift).exp_().sum(-1, keepdim=True)
     summed = torch.bmm(logits, latents[..., : out.shape[2]])
-    out.copy_(summed.div_(total.masked_fill(total == 0, 1.0)))
+    summed.div_(total.masked_fill(total == 0, 1.0))
     torch.add(highest.squeeze(-1), total.squeeze(-1).log_(), out=lse)
+    if sink is not None:
+        summed *= (lse - sink).sigmoid_().masked_fill_(lse == -torch.inf, 0.0).unsqueeze(-1)
+    out.copy_(summed)
