@@ -79,7 +79,8 @@ def test_data_are_the_same_in_every_run_and_other_for_every_input(data):
 
 
 def test_the_record_says_what_was_measured_where(tmp_path):
-    path = tmp_path / "deeper" / "record.json"
+    path = tmp_path / "record.json"
+    assert small("--json", str(tmp_path / "deeper" / "record.json")).exit_code == 2  # nothing is measured for no folder
     result = small("--json", str(path), "--kernel", "reference", "--kernel", "cpu")
     assert result.exit_code == 0, result.output
     assert SMALL.name in result.output
