@@ -81,3 +81,17 @@ def test_the_workspace_grows_with_rows_and_not_with_columns():
     assert kernel_triton.workspace_size(100_000, 65536, 2048, 132) == kernel_triton.workspace_size(
         2048, 65536, 2048, 132
     )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_values_through_a_page_table(dtype):
+    """-inf where a page is negative; every other value to the bit."""
+    scores = torch.randn(2, 50, generator=torch.Generator().manual_seed(0)).to(dtype)
+    options = {"page_table": torch.tensor([[1, -1, 2], [0, 3, -1]]), "page_size": 16}
+    found, wanted = (
+        select(scores, 9, sorted=True, return_values=True, kernel=kernel, **options)
+        for kernel in ("triton", "reference")
+    )
+    assert (wanted[0] == -1).any()
+    assert torch.equal(found[0], wanted[0])
+    assert torch.equal(found[1], wanted[1])

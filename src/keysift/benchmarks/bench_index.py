@@ -13,7 +13,7 @@ import torch
 
 from keysift import indexer
 from keysift.benchmarks import bench_score
-from keysift.benchmarks.harness import Clock, CpuClock, GpuClock, Time, Variant
+from keysift.benchmarks.harness import Clock, Time, Variant, clock_of, run_cases
 from keysift.ops.score import index_scores
 from keysift.ops.select import reference, select_decode, select_workspace_size
 
@@ -72,19 +72,12 @@ def run(
     done: Callable[[Case, Entry], None] | None = None,
 ) -> dict[str, Entry]:
     """Time `cases` and return their entries by name, each given to `done` as soon as it is there."""
-    clock: Clock = CpuClock("cold", seconds) if device.type == "cpu" else GpuClock(device, "cold", seconds)
-    entries: dict[str, Entry] = {}
-    with torch.no_grad(), clock.stream():
-        for case in cases:
-            try:
-                measured = _decode(case, clock) if case.phase == "decode" else _prefill(case, device, seconds)
-                entries[case.name] = {**asdict(case), **measured}
-            except torch.OutOfMemoryError as error:
-                entries[case.name] = {**asdict(case), "fault": f"out of memory: {error}"}
-            clock.forget()
-            if done is not None:
-                done(case, entries[case.name])
-    return entries
+    clock = clock_of(device, "cold", seconds)
+
+    def measure(case: Case) -> Entry:
+        return asdict(case) | (_decode(case, clock) if case.phase == "decode" else _prefill(case, device, seconds))
+
+    return run_cases(cases, clock, measure, done)
 
 
 def _score_case(case: Case) -> bench_score.Case:

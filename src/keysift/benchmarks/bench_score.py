@@ -13,7 +13,7 @@ import torch
 
 from keysift import dispatch
 from keysift.benchmarks import floor
-from keysift.benchmarks.harness import Clock, CpuClock, GpuClock, Time, Variant
+from keysift.benchmarks.harness import Clock, Time, Variant, clock_of, run_cases
 from keysift.layout import FP8, IndexLayout
 from keysift.ops.cache import write_index_cache
 from keysift.ops.score import api, index_scores, paged_index_scores
@@ -167,18 +167,8 @@ def run(
 
     kernels  kernels of score by name; the one that the dispatch chooses where none is given
     """
-    clock: Clock = CpuClock("cold", seconds) if device.type == "cpu" else GpuClock(device, "cold", seconds)
-    entries: dict[str, Entry] = {}
-    with torch.no_grad(), clock.stream():
-        for case in cases:
-            try:
-                entries[case.name] = run_case(case, clock, kernels)
-            except torch.OutOfMemoryError as error:
-                entries[case.name] = {**asdict(case), "fault": f"out of memory: {error}"}
-            clock.forget()
-            if done is not None:
-                done(case, entries[case.name])
-    return entries
+    clock = clock_of(device, "cold", seconds)
+    return run_cases(cases, clock, lambda case: run_case(case, clock, kernels), done)
 
 
 def run_case(case: Case, clock: Clock, kernels: Sequence[str]) -> Entry:

@@ -9,7 +9,7 @@ import torch
 from keysift.benchmarks import floor, selectors
 from keysift.benchmarks.cases import DTYPES, Case
 from keysift.benchmarks.check import POISON, Expected, expect, fault
-from keysift.benchmarks.harness import Clock, CpuClock, GpuClock, Time
+from keysift.benchmarks.harness import Clock, Time, clock_of, run_cases
 from keysift.benchmarks.selectors import Selector
 
 POOL_INPUTS = 20
@@ -32,19 +32,9 @@ def run(
     kernels  kernels of ours by name; the one that the dispatch chooses where none is given
     seconds  of measuring per case, about, checks and warm-up apart
     """
-    clock: Clock = CpuClock(mode, seconds) if device.type == "cpu" else GpuClock(device, mode, seconds)
-    entries: dict[str, Entry] = {}
+    clock = clock_of(device, mode, seconds)
     floors: dict[tuple[str, int, int, str], str] = {}
-    with clock.stream():
-        for case in cases:
-            try:
-                entries[case.name] = run_case(case, clock, kernels, floors)
-            except torch.OutOfMemoryError as error:
-                entries[case.name] = {**asdict(case), "fault": f"out of memory: {error}"}
-            clock.forget()
-            if done is not None:
-                done(case, entries[case.name])
-    return entries
+    return run_cases(cases, clock, lambda case: run_case(case, clock, kernels, floors), done)
 
 
 def run_case(case: Case, clock: Clock, kernels: Sequence[str], floors: dict[tuple[str, int, int, str], str]) -> Entry:

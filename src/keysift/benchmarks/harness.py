@@ -16,8 +16,8 @@ import contextlib
 import random
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import asdict, dataclass
+from typing import Any, ClassVar, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -239,6 +239,46 @@ class GpuClock:
             if self._produce is not None:
                 self._produce(i)
             variant.launch(i)
+
+
+C = TypeVar("C", bound="Named")
+
+
+class Named(Protocol):
+    """A case of a benchmark, a dataclass."""
+
+    __dataclass_fields__: ClassVar[dict[str, Any]]
+
+    @property
+    def name(self) -> str:
+        """What a record calls it."""
+
+
+def clock_of(device: torch.device, mode: str, seconds: float) -> Clock:
+    """The clock of a device, for about `seconds` a case."""
+    return CpuClock(mode, seconds) if device.type == "cpu" else GpuClock(device, mode, seconds)
+
+
+def run_cases(
+    cases: Sequence[C],
+    clock: Clock,
+    measure: Callable[[C], dict[str, Any]],
+    done: Callable[[C, dict[str, Any]], None] | None,
+) -> dict[str, dict[str, Any]]:
+    """What `measure` finds of each case, by its name, given to `done` as soon as it is there; too little memory is a
+    fault of the case.
+    """
+    entries: dict[str, dict[str, Any]] = {}
+    with torch.no_grad(), clock.stream():
+        for case in cases:
+            try:
+                entries[case.name] = measure(case)
+            except torch.OutOfMemoryError as error:
+                entries[case.name] = {**asdict(case), "fault": f"out of memory: {error}"}
+            clock.forget()
+            if done is not None:
+                done(case, entries[case.name])
+    return entries
 
 
 def _rounds(seconds: float, one_round: float, least: int, most: int) -> int:

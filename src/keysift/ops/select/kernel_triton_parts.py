@@ -227,7 +227,7 @@ def write_chosen(
         if HAS_VALUES:
             value = tl.load(scores_ptr + row.to(tl.int64) * stride_scores + column, mask=write)
             if HAS_TABLE:
-                value = tl.where(page < 0, -float("inf"), value).to(values_ptr.dtype.element_ty)
+                value = tl.where(page < 0, -float("inf"), as_float(value)).to(values_ptr.dtype.element_ty)
             tl.store(values_ptr + row.to(tl.int64) * stride_values + position, value, mask=write)
         position += 1
     return base + tl.sum(number, 0), ties
