@@ -1,5 +1,7 @@
 """What accelerate and an accelerated model refuse, rather than compute something else."""
 
+import copy
+
 import pytest
 import torch
 from torch import nn
@@ -49,6 +51,16 @@ def test_options(model, options, message):
     with pytest.raises(ValueError, match=message):
         keysift.accelerate(model, **options)
     assert "forward" not in vars(attention(model))
+
+
+def test_a_kernel_that_is_neither_name_nor_mapping(model):
+    with pytest.raises(TypeError, match="kernel is list; it may be None, a name, or a mapping"):
+        keysift.accelerate(model, kernel=["cpu"])
+
+
+def test_a_model_of_float64(model):
+    with pytest.raises(ValueError, match=r"kv_b_proj of attention layer 0 is torch\.float64"):
+        keysift.accelerate(copy.deepcopy(model).double())
 
 
 class Adapted(nn.Module):
