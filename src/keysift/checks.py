@@ -2,6 +2,18 @@
 
 import torch
 
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+INTEGERS = (torch.int32, torch.int64)
+
+
+def check_positive(**sizes: int) -> None:
+    """Ints of at least 1, by the names that the caller knows them by. Raises TypeError or ValueError."""
+    for name, size in sizes.items():
+        if isinstance(size, bool) or not isinstance(size, int):
+            raise TypeError(f"{name} is {size!r}; it must be an int")
+        if size < 1:
+            raise ValueError(f"{name} is {size}; it must be at least 1")
+
 
 def check_dtype(name: str, tensor: torch.Tensor, accepted: tuple[torch.dtype, ...]) -> None:
     """A tensor of one of the dtypes. Raises TypeError."""

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 import torch
 
 from keysift import dispatch
+from keysift.checks import check_positive
 from keysift.layout import IndexLayout
 from keysift.ops.score import checks as score_checks
 from keysift.ops.score import index_scores, paged_index_scores
@@ -160,18 +161,18 @@ def index_decode(
     if dispatch.checks_values():
         score_checks.check_request_values(keys, seq_lens, block_table, next_n, columns)
         score_checks.check_window_values(columns, starts, None)
-    row = torch.arange(rows, device=q.device)
     if seq_lens.ndim == 1 and next_n > 1:
         lengths = seq_lens.long().clamp(0, columns + next_n)
-        ends = (lengths[:, None] - next_n + 1 + row[:next_n]).flatten()
+        ends = (lengths[:, None] - next_n + 1 + torch.arange(next_n, device=q.device)).flatten()
     else:
         ends = seq_lens.flatten()
     parts, piece = _plan(rows, columns, next_n, page_size, topk, memory_budget)
     for part in parts:
         requests = slice(part.start // next_n, -(-part.stop // next_n))
         table, start, end = block_table[requests], _part(starts, part), ends[part]
-        own = row[: part.stop - part.start] // next_n  # each row's row of `table`
-        slots = (table, page_size, own) if index_base == "slot" else (None, None, None)
+        slots: tuple[torch.Tensor, int, torch.Tensor] | tuple[None, None, None] = (None, None, None)
+        if index_base == "slot":  # with each row's row of `table`
+            slots = (table, page_size, torch.arange(part.stop - part.start, device=q.device) // next_n)
         if piece == columns:
             lens = seq_lens[requests]
             scores = paged_index_scores(
@@ -200,10 +201,7 @@ def index_decode(
 
 
 def _output(weights: torch.Tensor, topk: int, out: torch.Tensor | None) -> torch.Tensor:
-    if isinstance(topk, bool) or not isinstance(topk, int):
-        raise TypeError(f"topk is {topk!r}; it must be an int")
-    if topk < 1:
-        raise ValueError(f"topk is {topk}; it must be at least 1")
+    check_positive(topk=topk)
     select_checks.check_out(weights, topk, out, False, False)
     return weights.new_empty(weights.shape[0], topk, dtype=torch.int32) if out is None else out
 

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 
 import torch
 
+from keysift.checks import check_positive
+
 FP8 = {"e4m3fn": torch.float8_e4m3fn, "e4m3fnuz": torch.float8_e4m3fnuz}
 #: What the largest magnitude of a token is scaled to. e4m3fnuz reaches 240; 224 is what MI300 caches are written with.
 LARGEST = {"e4m3fn": 448.0, "e4m3fnuz": 224.0}
@@ -42,7 +44,7 @@ class IndexLayout:
 
     def __post_init__(self) -> None:
         _check_format(self.format, (*FP8, *PLAIN))
-        _check_positive(page_size=self.page_size, head_dim=self.head_dim)
+        check_positive(page_size=self.page_size, head_dim=self.head_dim)
         _check_stride(self.page_stride)
         if self.scale not in SCALES:
             raise ValueError(f"scale is {self.scale!r}; it may be {', '.join(map(repr, SCALES))}")
@@ -107,7 +109,7 @@ class LatentLayout:
 
     def __post_init__(self) -> None:
         _check_format(self.format, ("e4m3fn", *PLAIN))
-        _check_positive(page_size=self.page_size, value_dim=self.value_dim)
+        check_positive(page_size=self.page_size, value_dim=self.value_dim)
         _check_stride(self.page_stride)
         if isinstance(self.rope_dim, bool) or not isinstance(self.rope_dim, int):
             raise TypeError(f"rope_dim is {self.rope_dim!r}; it must be an int")
@@ -171,17 +173,9 @@ def _check_format(format: str, known: tuple[str, ...]) -> None:
         raise ValueError(f"format is {format!r}; it may be {', '.join(map(repr, known))}")
 
 
-def _check_positive(**sizes: int) -> None:
-    for name, size in sizes.items():
-        if isinstance(size, bool) or not isinstance(size, int):
-            raise TypeError(f"{name} is {size!r}; it must be an int")
-        if size < 1:
-            raise ValueError(f"{name} is {size}; it must be at least 1")
-
-
 def _check_stride(page_stride: int | None) -> None:
     if page_stride is not None:
-        _check_positive(page_stride=page_stride)
+        check_positive(page_stride=page_stride)
 
 
 def _empty(

@@ -7,9 +7,7 @@ rows stand empty, by a length of 0. No step here asks the device for a value, so
 import torch
 
 from keysift import dispatch
-from keysift.checks import check_device, check_dtype, refuse_first
-
-INTEGERS = (torch.int32, torch.int64)
+from keysift.checks import INTEGERS, check_device, check_dtype, check_positive, refuse_first
 
 
 def pack_requests(
@@ -110,10 +108,7 @@ def _rows(x: torch.Tensor, place: torch.Tensor, present: torch.Tensor) -> torch.
 def _check_starts(tensor: torch.Tensor, name: str, query_starts: torch.Tensor, next_n: int) -> None:
     if not isinstance(tensor, torch.Tensor):
         raise TypeError(f"{name} is {type(tensor).__name__}; it must be a torch.Tensor")
-    if isinstance(next_n, bool) or not isinstance(next_n, int):
-        raise TypeError(f"next_n is {next_n!r}; it must be an int")
-    if next_n < 1:
-        raise ValueError(f"next_n is {next_n}; it must be at least 1")
+    check_positive(next_n=next_n)
     check_dtype("query_starts", query_starts, INTEGERS)
     check_device("query_starts", query_starts, name, tensor)
     if query_starts.ndim != 1 or query_starts.shape[0] == 0:

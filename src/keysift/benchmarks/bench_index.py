@@ -18,7 +18,6 @@ from keysift.ops.score import index_scores
 from keysift.ops.select import reference, select_decode, select_workspace_size
 
 Entry = dict[str, Any]
-SAMPLED_ROWS = 8
 #: Milliseconds and gigabytes of one layer on one H200, bfloat16, by tokens.
 STREAM_INDEX_H200 = {
     32768: (31.0, 0.40), 65536: (122.0, 0.59), 131072: (485.0, 0.96), 262144: (1935.0, 1.71), 1048576: (30900.0, 6.21),
@@ -113,8 +112,8 @@ def _decode(case: Case, clock: Clock) -> Entry:
         clock.replay(variant)
     fault = None
     for call, out in zip(calls[: clock.inputs], outs, strict=False):
-        for row in _sampled(case.rows):
-            fault = fault or _fault(call.out[row : row + 1], out[row], 0, int(call.ends[row]), case.topk)
+        for row in bench_score.sampled(case.rows):
+            fault = fault or _fault(call.out[row : row + 1], out[row], int(call.ends[row]), case.topk)
     if fault is not None:
         return {"fault": fault}
     times = clock.measure(variants)
@@ -124,7 +123,7 @@ def _decode(case: Case, clock: Clock) -> Entry:
 
 def _prefill(case: Case, device: torch.device, seconds: float) -> Entry:
     """Whole calls, with what they hold beside their arguments and their result."""
-    call = bench_score.build(_score_case(case), device, 0) if case.rows <= case.columns else _compressed(case, device)
+    call = _text(case, device)
     out = torch.full((case.rows, case.topk), -9, dtype=torch.int32, device=device)
 
     def whole() -> None:
@@ -145,11 +144,11 @@ def _prefill(case: Case, device: torch.device, seconds: float) -> Entry:
         torch.cuda.synchronize(device)
         held = {"peak_bytes": torch.cuda.max_memory_allocated(device), "arguments_bytes": before}
     one = time.perf_counter() - began
-    for row in _sampled(case.rows):
+    for row in bench_score.sampled(case.rows):
         end = int(call.ends[row])
         part = slice(row, row + 1)
         scores = index_scores(call.q[part], call.keys, call.scale, call.weights[part], None, call.ends[part])
-        if problem := _fault(scores, out[row], 0, end, case.topk):
+        if problem := _fault(scores, out[row], end, case.topk):
             return {"fault": f"row {row}: {problem}"}
     samples = [_elapsed(whole, device) for _ in range(max(3, min(20, int(seconds / max(one, 1e-6)))))]
     entry: Entry = {"index": asdict(Time.of(samples, 1)), **held, "checked": True}
@@ -159,8 +158,8 @@ def _prefill(case: Case, device: torch.device, seconds: float) -> Entry:
     return entry
 
 
-def _compressed(case: Case, device: torch.device) -> bench_score.Call:
-    """Tokens that outnumber their keys."""
+def _text(case: Case, device: torch.device) -> bench_score.Call:
+    """The tokens of a whole text, which outnumber their keys where the cache is compressed."""
     generator = torch.Generator(device).manual_seed(bench_score.SEED)
     dtype = _score_case(case).torch_dtype
     q = torch.empty(case.rows, case.heads, case.head_dim, dtype=dtype, device=device)
@@ -174,14 +173,9 @@ def _compressed(case: Case, device: torch.device) -> bench_score.Call:
     return bench_score.Call(q, weights, k, scale, ends, None, None, weights)
 
 
-def _sampled(rows: int) -> list[int]:
-    found: list[int] = torch.linspace(0, rows - 1, min(rows, SAMPLED_ROWS)).long().tolist()
-    return found
-
-
-def _fault(scores: torch.Tensor, found: torch.Tensor, start: int, end: int, topk: int) -> str | None:
+def _fault(scores: torch.Tensor, found: torch.Tensor, end: int, topk: int) -> str | None:
     """A row's indices against the reference's on the row's scores [1, N]."""
-    low, high = (torch.tensor([bound], device=scores.device) for bound in (start, end))
+    low, high = (torch.tensor([bound], device=scores.device) for bound in (0, end))
     wanted = reference.select_windows(scores, topk, low, high)[0][0]
     if torch.equal(found.sort().values, wanted.to(found.dtype).sort().values):
         return None

@@ -17,6 +17,7 @@ from keysift.benchmarks.harness import Clock, Time, Variant, clock_of, run_cases
 from keysift.layout import FP8, IndexLayout
 from keysift.ops.cache import write_index_cache
 from keysift.ops.score import api, index_scores, paged_index_scores
+from keysift.testing.score import exact
 
 Entry = dict[str, Any]
 PAGE_SIZE = 64
@@ -24,8 +25,6 @@ SEED = 20
 #: Inputs in rotation, and the bytes that they and their results may take.
 INPUTS, BYTES = 8, {"cpu": 256 << 20, "cuda": 24 << 30}
 SAMPLED_ROWS = 8
-#: What float32 sums round by, and sums of fp8 products in a matrix unit.
-EPS, EPS_FP8 = 2.0**-24, 2.0**-13
 #: Microseconds of DeepGEMM 2.5 on an H200, recorded 2026-12-01 with CUDA-graph replays, cold.
 DEEP_GEMM_H200 = {
     "prefill-2048x8192-h64-e4m3fn": 246.0, "prefill-2048x32768-h64-e4m3fn": 1028.0,
@@ -263,15 +262,11 @@ def _check(case: Case, calls: Sequence[Call], clock: Clock, variant: Variant) ->
 
 def _fault(case: Case, call: Call, *, is_ours: bool) -> str | None:
     """Some rows against float64, all their columns; `is_ours`: no cell outside the window may be written."""
-    for row in torch.linspace(0, case.rows - 1, min(case.rows, SAMPLED_ROWS)).long().tolist():
+    for row in sampled(case.rows):
         end = int(call.ends[row])
         keys, scale = _keys(call, row, end)
-        q, weights = call.q[row].double(), call.weights[row].double()
-        wanted = (weights @ (q @ keys.T).relu()) * scale
-        units = (case.heads + case.head_dim + 4) * EPS
-        if case.dtype in FP8 and call.q.is_cuda:
-            units += EPS_FP8
-        allowed = units * (weights.abs() @ (q.abs() @ keys.abs().T)) * scale + 1e-30
+        narrow = case.dtype in FP8 and call.q.is_cuda
+        wanted, allowed = exact(call.q[row], call.weights[row], keys, scale, narrow=narrow)
         off = (call.out[row, :end].double() - wanted).abs()
         if not bool((off <= allowed).all()):
             worst = float((off / allowed).nan_to_num(nan=torch.inf).max())
@@ -279,6 +274,12 @@ def _fault(case: Case, call: Call, *, is_ours: bool) -> str | None:
         if is_ours and not bool(call.out[row, end:].isnan().all()):
             return f"row {row}: a cell beyond its end was written"
     return None
+
+
+def sampled(rows: int) -> list[int]:
+    """The rows that are looked at, spread from the first to the last."""
+    found: list[int] = torch.linspace(0, rows - 1, min(rows, SAMPLED_ROWS)).long().tolist()
+    return found
 
 
 def _keys(call: Call, row: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -63,13 +63,7 @@ def bench_select(
     with _cases_done(record, [case.name for case in cases], json, console) as done:
         bench.run(cases, device, mode=mode, kernels=kernels, seconds=seconds, done=done)
     console.print(table(record))
-    _warn_load(record, console)
-    if json is not None:
-        console.print(f"record: {json}")
-
-    faults = [f"{name}: {fault}" for name, entry in record["cases"].items() for fault in bench.faults(entry)]
-    for fault in faults:
-        console.print(f"[red]wrong[/] {fault}", highlight=False)
+    faults = _faults(record, json, console)
     lost = (
         _lost(record, then, margin if margin is not None else MARGINS[device.type], console) if then is not None else []
     )
@@ -132,7 +126,8 @@ def bench_score(
     with _cases_done(record, [case.name for case in cases], json, console) as done:
         scoring.run(cases, device, kernels=kernels, seconds=seconds, done=done)
     console.print(score_table(record))
-    _finish(record, json, console)
+    if _faults(record, json, console):
+        raise typer.Exit(1)
 
 
 def bench_index(
@@ -159,7 +154,8 @@ def bench_index(
     with _cases_done(record, [case.name for case in cases], json, console) as done:
         indexing.run(cases, device, seconds=seconds, done=done)
     console.print(index_table(record))
-    _finish(record, json, console)
+    if _faults(record, json, console):
+        raise typer.Exit(1)
 
 
 @contextlib.contextmanager
@@ -180,15 +176,15 @@ def _cases_done(
         yield done
 
 
-def _finish(record: records.Record, json: pathlib.Path | None, console: Console) -> None:
+def _faults(record: records.Record, json: pathlib.Path | None, console: Console) -> list[str]:
+    """What our own kernels did wrong, said below the table, with the machine's load and where the record is."""
     _warn_load(record, console)
     if json is not None:
         console.print(f"record: {json}")
-    wrong = [f"{name}: {fault}" for name, entry in record["cases"].items() for fault in bench.faults(entry)]
-    for fault in wrong:
+    faults = [f"{name}: {fault}" for name, entry in record["cases"].items() for fault in bench.faults(entry)]
+    for fault in faults:
         console.print(f"[red]wrong[/] {fault}", highlight=False)
-    if wrong:
-        raise typer.Exit(1)
+    return faults
 
 
 def bench_tpot(

@@ -13,13 +13,10 @@ def table(record: Record) -> Table:
     """One line per case and kernel of ours, beside what was timed with it and what is recorded of peers."""
     peers = peers_of(record) if record["mode"] != "producer" else {}
     beside = list(dict.fromkeys(name for entry in record["cases"].values() for name in entry.get("others", {})))
-    made = Table(
-        title=f"select, {record['mode']}, {record['device']}",
-        caption="us: median (p20-p80). x floor: over reading the same scores once. vs: the other's time over ours; "
+    made = _table(
+        f"select, {record['mode']}, {record['device']}",
+        "us: median (p20-p80). x floor: over reading the same scores once. vs: the other's time over ours; "
         "topk is torch.topk, fallback is torch.topk with mask, cast and -1.",
-        box=box.SIMPLE_HEAD,
-        title_justify="left",
-        caption_justify="left",
     )
     made.add_column("case", no_wrap=True)
     made.add_column("kernel")
@@ -52,12 +49,9 @@ def table(record: Record) -> Table:
 
 def score_table(record: Record) -> Table:
     """One line per case and kernel of score, ours and others', beside the read floor and DeepGEMM's recorded time."""
-    made = Table(
-        title=f"score, {record['mode']}, {record['device']}",
-        caption="us: median (p20-p80). x floor: over reading the keys once. deep_gemm: its recorded time over ours.",
-        box=box.SIMPLE_HEAD,
-        title_justify="left",
-        caption_justify="left",
+    made = _table(
+        f"score, {record['mode']}, {record['device']}",
+        "us: median (p20-p80). x floor: over reading the keys once. deep_gemm: its recorded time over ours.",
     )
     for heading in ("case", "kernel"):
         made.add_column(heading, no_wrap=True)
@@ -86,13 +80,10 @@ def score_table(record: Record) -> Table:
 
 def index_table(record: Record) -> Table:
     """One line per case: the whole, its stages alone where they were timed, its memory, and StreamIndex's time."""
-    made = Table(
-        title=f"index, {record['device']}",
-        caption="ms: median (p20-p80) of a call. score, select: alone, in the same run. GB: what the call holds beside "
+    made = _table(
+        f"index, {record['device']}",
+        "ms: median (p20-p80) of a call. score, select: alone, in the same run. GB: what the call holds beside "
         "its arguments and result. StreamIndex: its published time over ours.",
-        box=box.SIMPLE_HEAD,
-        title_justify="left",
-        caption_justify="left",
     )
     made.add_column("case", no_wrap=True)
     for heading in ("ms", "score", "select", "GB", "StreamIndex"):
@@ -119,12 +110,9 @@ def step_table(record: Record) -> Table:
     stages = list(
         dict.fromkeys(s for e in record["cases"].values() for t in _times(e).values() for s in t["stages_ms"])
     )
-    made = Table(
-        title=f"time per output token, ms, {record['device']}",
-        caption="step: median (p20-p80) of a token in every request. x: what the first selector takes over this one.",
-        box=box.SIMPLE_HEAD,
-        title_justify="left",
-        caption_justify="left",
+    made = _table(
+        f"time per output token, ms, {record['device']}",
+        "step: median (p20-p80) of a token in every request. x: what the first selector takes over this one.",
     )
     for heading in ("case", "selector"):
         made.add_column(heading, no_wrap=True)
@@ -144,6 +132,10 @@ def step_table(record: Record) -> Table:
                 *(f"{found['stages_ms'][stage]:.2f}" for stage in stages),
             )
     return made
+
+
+def _table(title: str, caption: str) -> Table:
+    return Table(title=title, caption=caption, box=box.SIMPLE_HEAD, title_justify="left", caption_justify="left")
 
 
 def _times(entry: dict[str, Any]) -> dict[str, dict[str, Any]]:

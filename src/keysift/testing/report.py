@@ -3,6 +3,8 @@
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+import torch
+
 if TYPE_CHECKING:
     from rich.table import Table
 
@@ -87,6 +89,11 @@ class Report:
             outcome = f"[{style[line.verdict]}]{_outcome(line)}[/]"
             table.add_row(line.name, outcome, line.first_failure.replace("[", r"\["))
         return table
+
+
+def same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Equal everywhere, NaN to NaN: what is poisoned or undefined holds NaN."""
+    return bool(((one == other) | (one.isnan() & other.isnan())).all())
 
 
 def _outcome(line: Line) -> str:

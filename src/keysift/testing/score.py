@@ -9,7 +9,7 @@ from keysift import dispatch
 from keysift.layout import FP8, IndexLayout
 from keysift.ops.score import api, index_scores, paged_index_scores
 
-from .report import Line, Report
+from .report import Line, Report, same
 
 FORMULA = "score 1: the formula, float32 sums"
 WINDOWS = "score 2: the cells of the windows and no others"
@@ -219,7 +219,7 @@ def _findings(case: Scoring, call: Call, kernel: str | None) -> Iterator[tuple[s
         for poisoned, fill in zip(runs, (torch.nan, 7.0), strict=True):
             outside = poisoned[row + 1].clone()
             outside[2 + low : 2 + high] = fill
-            if not _same(outside, torch.full_like(outside, fill)):
+            if not same(outside, torch.full_like(outside, fill)):
                 yield WINDOWS, f"row {row}: a cell outside [{low}, {high}) was written"
         if not torch.equal(found[row, low:high], runs[1][row + 1, 2 + low : 2 + high]):
             yield REPEAT, f"row {row}: a second run gives other bits"
@@ -237,7 +237,7 @@ def _findings(case: Scoring, call: Call, kernel: str | None) -> Iterator[tuple[s
         part = slice(first, first + case.next_n)
         alone = torch.full((case.next_n, columns), torch.nan, device=call.q.device)
         _score(case, call, part, alone, kernel)
-        if not _same(alone.cpu(), found[part]):
+        if not same(alone.cpu(), found[part]):
             yield ALONE, f"rows {first} to {part.stop - 1} alone have other bits"
 
 
@@ -246,12 +246,22 @@ def distance(case: Scoring, call: Call, row: int, found: torch.Tensor) -> tuple[
     low, high = call.windows[row]
     request = row // case.next_n if case.page_size else 0
     keys, scale = call.keys[request, low:high], call.scales[request, low:high]
-    q, weights = call.q[row].cpu().double(), call.weights[row].cpu().double()
-    wanted = (weights @ (q @ keys.T).relu()) * scale
-    size = (weights.abs() @ (q.abs() @ keys.abs().T)) * scale
     narrow = call.q.is_cuda and case.q_dtype in FP8.values() and case.k_dtype in FP8.values()
-    units = (case.heads + case.head_dim + 4) * EPS + (EPS_FP8 if narrow else 0.0)
-    return (found.double() - wanted).abs().nan_to_num(nan=torch.inf), units * size + 1e-37
+    wanted, allowed = exact(call.q[row].cpu(), call.weights[row].cpu(), keys, scale, narrow=narrow)
+    return (found.double() - wanted).abs().nan_to_num(nan=torch.inf), allowed
+
+
+def exact(
+    q: torch.Tensor, weights: torch.Tensor, keys: torch.Tensor, scale: torch.Tensor, *, narrow: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Scores [N] of one query [H, D] in float64, and how far float32 sums in any order may be from them.
+
+    keys [N, D] and scale [N] float64; narrow: fp8 products in a matrix unit, which keeps less of them.
+    """
+    q, weights = q.double(), weights.double()
+    units = (sum(q.shape) + 4) * EPS + (EPS_FP8 if narrow else 0.0)
+    size = (weights.abs() @ (q.abs() @ keys.abs().T)) * scale
+    return (weights @ (q @ keys.T).relu()) * scale, units * size + 1e-37
 
 
 def _refusal(case: Scoring, call: Call, kernel: str | None) -> str:
@@ -265,7 +275,3 @@ def _refusal(case: Scoring, call: Call, kernel: str | None) -> str:
             return ""
         return f"refused with {error}"
     return "keys of another head size were not refused"
-
-
-def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return bool(((one == other) | (one.isnan() & other.isnan())).all())

@@ -8,7 +8,7 @@ from keysift import dispatch
 from keysift.layout import LatentLayout
 from keysift.ops.sparse_mla import api, combine_partials, sparse_mla, sparse_mla_workspace_size
 
-from .report import Line, Report
+from .report import Line, Report, same
 
 EPS = 2.0**-24  # half a unit in the last place of float32
 FORMULA = "sparse_mla 1: the formula, float32 sums"
@@ -229,7 +229,7 @@ def _findings(case: Attention, call: Call, kernel: str | None) -> list[tuple[str
         found.append((OUTPUT, "a row beside those of the call was written"))
     if not ((scratch[:8] == 0x7F).all() and (scratch[8 + size :] == 0x7F).all()):
         found.append((OUTPUT, "more workspace was written than was asked for"))
-    if not (_same(out[1:-1], again[1:-1]) and _same(lse[1:-1], lse_again[1:-1])):
+    if not (same(out[1:-1], again[1:-1]) and same(lse[1:-1], lse_again[1:-1])):
         found.append((REPEAT, "a second run gives other bits"))
     for what, times in zip(("out", "lse"), excess(out[1:-1], lse[1:-1], call), strict=True):
         if times > 1:
@@ -262,8 +262,3 @@ def _refusal(call: Call, value_dim: int, kernel: str | None) -> str:
             return ""
         return f"refused with {error}"
     return "latents of another head size were not refused"
-
-
-def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Bit for bit; neither holds NaN where it is right."""
-    return bool(((one == other) | (one.isnan() & other.isnan())).all())

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import torch
 
 from keysift import dispatch, kernels
+from keysift.checks import FLOATS
 from keysift.dispatch import Device, Kernel
 from keysift.layout import FP8, IndexLayout, LatentLayout
 
@@ -216,8 +217,8 @@ def gather_latent_cache(
     layout.check(cache)
     checks.check_slots("slots", slots, None, cache)
     rows = slots.shape[0]
-    if dtype not in checks.FLOATS:
-        raise TypeError(f"dtype is {dtype}; it may be {', '.join(str(one) for one in checks.FLOATS)}")
+    if dtype not in FLOATS:
+        raise TypeError(f"dtype is {dtype}; it may be {', '.join(str(one) for one in FLOATS)}")
     if out is None:
         out = torch.empty(rows, layout.dim, dtype=dtype, device=cache.device)
     checks.check_out("out", out, rows, layout.dim, (dtype,), cache)

@@ -2,11 +2,8 @@
 
 import torch
 
-from keysift.checks import check_device, check_dtype
+from keysift.checks import FLOATS, INTEGERS, check_device, check_dtype, refuse_first
 from keysift.layout import IndexLayout
-
-FLOATS = (torch.float32, torch.bfloat16, torch.float16)
-INTEGERS = (torch.int32, torch.int64)
 
 
 def check_layout(layout: object, kind: type) -> None:
@@ -65,7 +62,7 @@ def check_out(
 def check_slot_values(name: str, slots: torch.Tensor, cache: torch.Tensor) -> None:
     """KEYSIFT_CHECK=1: refuse slots that the cache lacks. Synchronises."""
     most = cache.shape[0] * cache.shape[1]
-    _refuse_first(name, slots, slots >= most, f"negative (skipped) or [0, {most})")
+    refuse_first(name, slots, slots >= most, f"negative (skipped) or [0, {most})")
 
 
 def check_request_values(
@@ -74,19 +71,10 @@ def check_request_values(
     """KEYSIFT_CHECK=1: refuse lengths that do not ascend or outgrow table or rows, and pages that the cache lacks."""
     lengths = cu_seqlens.diff()
     most = block_table.shape[1] * layout.page_size
-    _refuse_first("cu_seqlens", cu_seqlens[:1], cu_seqlens[:1] != 0, "0 at the beginning")
+    refuse_first("cu_seqlens", cu_seqlens[:1], cu_seqlens[:1] != 0, "0 at the beginning")
     wrong = torch.nn.functional.pad((lengths < 0) | (lengths > most), (1, 0))
-    _refuse_first("cu_seqlens", cu_seqlens, wrong, f"0 to {most} more than the one before it")
-    _refuse_first("cu_seqlens", cu_seqlens, cu_seqlens > tokens, f"at most tokens, which is {tokens}")
+    refuse_first("cu_seqlens", cu_seqlens, wrong, f"0 to {most} more than the one before it")
+    refuse_first("cu_seqlens", cu_seqlens, cu_seqlens > tokens, f"at most tokens, which is {tokens}")
     first = torch.arange(block_table.shape[1], device=cache.device) * layout.page_size
     bad = (first < lengths[:, None]) & ((block_table < 0) | (block_table >= cache.shape[0]))
-    _refuse_first("block_table", block_table, bad, f"pages of [0, {cache.shape[0]}) below the request's length")
-
-
-def _refuse_first(name: str, tensor: torch.Tensor, bad: torch.Tensor, accepted: str) -> None:
-    found = bad.nonzero()
-    if found.numel():
-        place = tuple(int(index) for index in found[0])
-        raise ValueError(
-            f"{name}{list(place)} is {int(tensor[place])}; it may be {accepted} (the first of {len(found)} bad ones)"
-        )
+    refuse_first("block_table", block_table, bad, f"pages of [0, {cache.shape[0]}) below the request's length")

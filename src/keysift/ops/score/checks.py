@@ -2,12 +2,10 @@
 
 import torch
 
-from keysift.checks import check_device, check_dtype, refuse_first
+from keysift.checks import FLOATS, INTEGERS, check_device, check_dtype, check_positive, refuse_first
 from keysift.layout import FP8, IndexLayout
 
-FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 FLOATS_AND_FP8 = (*FLOATS, *FP8.values())
-INTEGERS = (torch.int32, torch.int64)
 
 
 def check_queries(q: torch.Tensor, weights: torch.Tensor) -> None:
@@ -78,10 +76,7 @@ def check_windows(q: torch.Tensor, starts: torch.Tensor | None, ends: torch.Tens
 
 def check_requests(q: torch.Tensor, seq_lens: torch.Tensor, block_table: torch.Tensor, next_n: int) -> torch.Tensor:
     """Lengths [B] or [B, next_n] and a block table [B, P] for B * next_n rows; returns the lengths flat."""
-    if isinstance(next_n, bool) or not isinstance(next_n, int):
-        raise TypeError(f"next_n is {next_n!r}; it must be an int")
-    if next_n < 1:
-        raise ValueError(f"next_n is {next_n}; it must be at least 1")
+    check_positive(next_n=next_n)
     for name, tensor in (("seq_lens", seq_lens), ("block_table", block_table)):
         check_dtype(name, tensor, INTEGERS)
         check_device(name, tensor, "q", q)

@@ -2,10 +2,7 @@
 
 import torch
 
-from keysift.checks import check_device, check_dtype, check_stored, refuse_first
-
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-INTEGERS = (torch.int32, torch.int64)
+from keysift.checks import FLOATS, INTEGERS, check_device, check_dtype, check_positive, check_stored, refuse_first
 
 
 def check_scores(scores: torch.Tensor, k: int) -> None:
@@ -14,8 +11,8 @@ def check_scores(scores: torch.Tensor, k: int) -> None:
         raise TypeError(f"scores is {type(scores).__name__}; it must be a torch.Tensor")
     if scores.ndim != 2:
         raise ValueError(f"scores has shape {list(scores.shape)}; it must be [rows, columns]")
-    if scores.dtype not in DTYPES:
-        raise TypeError(f"scores is {scores.dtype}; it may be {', '.join(str(dtype) for dtype in DTYPES)}")
+    if scores.dtype not in FLOATS:
+        raise TypeError(f"scores is {scores.dtype}; it may be {', '.join(str(dtype) for dtype in FLOATS)}")
     check_stored("scores", scores)
     if scores.shape[1] >= 2**31:
         raise ValueError(f"scores has {scores.shape[1]} columns; an int32 index reaches 2**31 - 1")
@@ -45,10 +42,7 @@ def check_windows(
 
 def check_seq_lens(scores: torch.Tensor, seq_lens: torch.Tensor, next_n: int) -> torch.Tensor:
     """Lengths [B] or [B, next_n] for B * next_n score rows; returns them flat."""
-    if isinstance(next_n, bool) or not isinstance(next_n, int):
-        raise TypeError(f"next_n is {next_n!r}; it must be an int")
-    if next_n < 1:
-        raise ValueError(f"next_n is {next_n}; it must be at least 1")
+    check_positive(next_n=next_n)
     _check_integers(scores, "seq_lens", seq_lens)
     rows = scores.shape[0]
     if seq_lens.ndim not in (1, 2) or (seq_lens.ndim == 2 and seq_lens.shape[1] != next_n):

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import torch
 
 from keysift import dispatch, kernels
+from keysift.checks import FLOATS
 from keysift.dispatch import Device, Kernel
 from keysift.layout import LatentLayout
 
@@ -256,7 +257,7 @@ def combine_partials(
         out = outs.new_empty(outs.shape[1:])
     if lse is None:
         lse = lses.new_empty(lses.shape[1:])
-    checks.check_combined(outs, "out", out, checks.DTYPES, outs.shape[1:])
+    checks.check_combined(outs, "out", out, FLOATS, outs.shape[1:])
     checks.check_combined(outs, "lse", lse, (torch.float32,), lses.shape[1:])
     torch.ops.keysift.combine_partials(outs, lses, out, lse, kernel)
     return out, lse

@@ -2,15 +2,13 @@
 
 import torch
 
-from keysift.checks import check_device, check_dtype
+from keysift.checks import FLOATS, INTEGERS, check_device, check_dtype, refuse_first
 from keysift.layout import LatentLayout
-
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def check_queries(q: torch.Tensor) -> None:
     """q [T, heads, D]."""
-    check_dtype("q", q, DTYPES)
+    check_dtype("q", q, FLOATS)
     if q.ndim != 3 or q.shape[1] == 0 or q.shape[2] == 0:
         raise ValueError(
             f"q has shape {list(q.shape)}; it must be [tokens, heads, head size], heads and size at least 1"
@@ -32,7 +30,7 @@ def check_latents(
     elif isinstance(kv, torch.Tensor) and kv.dtype == torch.uint8:
         raise TypeError("kv is torch.uint8, fp8 latents with their scales; layout must say which, a LatentLayout")
     else:
-        check_dtype("kv", kv, DTYPES)
+        check_dtype("kv", kv, FLOATS)
     check_device("kv", kv, "q", q)
     width = kv.shape[-1] if layout is None else layout.dim
     if kv.ndim not in (2, 3) or width != dim:
@@ -62,7 +60,7 @@ def check_extras(q: torch.Tensor, sink: torch.Tensor | None, topk_length: torch.
                 f"sink has shape {list(sink.shape)}; q has {q.shape[1]} heads, so it must be [{q.shape[1]}]"
             )
     if topk_length is not None:
-        check_dtype("topk_length", topk_length, (torch.int32, torch.int64))
+        check_dtype("topk_length", topk_length, INTEGERS)
         check_device("topk_length", topk_length, "q", q)
         if topk_length.shape != q.shape[:1]:
             raise ValueError(
@@ -91,7 +89,7 @@ def check_requests(
     for name, given, rank in (("out", out, 4), ("lse", lse, 3)):
         if given is None:
             continue
-        check_dtype(name, given, DTYPES)
+        check_dtype(name, given, FLOATS)
         if given.ndim != rank or given.shape[:2] != q.shape[:2] or not given.is_contiguous():
             raise ValueError(
                 f"{name} has shape {list(given.shape)}, strides {list(given.stride())}; it must be contiguous and "
@@ -139,7 +137,7 @@ def check_k(k: int) -> None:
 
 def check_parts(outs: torch.Tensor, lses: torch.Tensor) -> None:
     """outs [S, ..., V] and lses [S, ...] of at least one part."""
-    check_dtype("outs", outs, DTYPES)
+    check_dtype("outs", outs, FLOATS)
     check_dtype("lses", lses, (torch.float32,))
     check_device("lses", lses, "outs", outs)
     if outs.ndim < 2 or outs.shape[:-1] != lses.shape or len(lses) == 0:
@@ -168,10 +166,4 @@ def check_values(kv: torch.Tensor, indices: torch.Tensor, topk_length: torch.Ten
     wrong = (indices < -1) | (indices >= slots)
     if topk_length is not None:  # what lies behind may be anything
         wrong &= torch.arange(indices.shape[1], device=indices.device) < topk_length[:, None]
-    bad = wrong.nonzero()
-    if bad.numel():
-        token, column = (int(position) for position in bad[0])
-        raise ValueError(
-            f"indices[{token}, {column}] is {int(indices[token, column])}; it may be -1 or [0, {slots}) "
-            f"(token {token} is the first of {len(bad[:, 0].unique())} bad ones)"
-        )
+    refuse_first("indices", indices, wrong, f"-1 or [0, {slots})")
