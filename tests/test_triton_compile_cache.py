@@ -40,6 +40,16 @@ CASES = {
         {"WIDTH": 1024, "TO": "float16", "TO_CACHE": False},
         {"x_ptr": "*i16", "cache_ptr": "*bf16", "slots_ptr": "*i32"},
     ),
+    "latents as float32": (
+        kernels.copy_kernel,
+        {"WIDTH": 1024, "TO": "float32", "TO_CACHE": True},
+        {"x_ptr": "*fp32", "cache_ptr": "*i32", "slots_ptr": "*i64"},
+    ),
+    "latents as float16": (
+        kernels.copy_kernel,
+        {"WIDTH": 1024, "TO": "float16", "TO_CACHE": False},
+        {"x_ptr": "*i16", "cache_ptr": "*fp16", "slots_ptr": "*i32"},
+    ),
     "gathered keys": (kernels.gather_index_kernel, {"WIDTH": 128, "SCALES": True}, BYTES),
     "gathered latents": (
         kernels.gather_latent_kernel,

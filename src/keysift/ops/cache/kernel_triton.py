@@ -124,23 +124,25 @@ def as_float(x):
 @triton.jit
 def bits_as(x, TO: tl.constexpr):
     """The bits of numbers in the dtype TO: as they are, or rounded to the nearest, ties to even, NaN the quiet one."""
-    if TO == "float32":
-        if x.dtype == tl.float32:
-            return x.to(tl.int32, bitcast=True)
-        wide = as_float(x)
-        return tl.where(tl.abs(wide) <= float("inf"), wide.to(tl.int32, bitcast=True), 0x7FC00000)
-    if TO == "float16":
-        if x.dtype == tl.float16:
-            return x.to(tl.int16, bitcast=True)
-        wide = as_float(x)
-        half = wide.to(tl.float16).to(tl.int16, bitcast=True).to(tl.int32)
-        return tl.where(tl.abs(wide) <= float("inf"), half, 0x7E00).to(tl.int16)
-    if x.dtype == tl.bfloat16:
-        return x.to(tl.int16, bitcast=True)
     wide = as_float(x)
-    bits = wide.to(tl.uint32, bitcast=True)
-    rounded = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).to(tl.int32)
-    return tl.where(tl.abs(wide) <= float("inf"), rounded, 0x7FC0).to(tl.int16)
+    number = tl.abs(wide) <= float("inf")
+    if TO == "float32":  # one way out each: Triton 3.6 compiles what stands behind a return too
+        bits = wide.to(tl.int32, bitcast=True)
+        if x.dtype != tl.float32:
+            bits = tl.where(number, bits, 0x7FC00000)
+    elif TO == "float16":
+        if x.dtype == tl.float16:
+            bits = x.to(tl.int16, bitcast=True)
+        else:
+            half = wide.to(tl.float16).to(tl.int16, bitcast=True).to(tl.int32)
+            bits = tl.where(number, half, 0x7E00).to(tl.int16)
+    elif x.dtype == tl.bfloat16:
+        bits = x.to(tl.int16, bitcast=True)
+    else:
+        whole = wide.to(tl.uint32, bitcast=True)
+        rounded = ((whole + 0x7FFF + ((whole >> 16) & 1)) >> 16).to(tl.int32)
+        bits = tl.where(number, rounded, 0x7FC0).to(tl.int16)
+    return bits
 
 
 @triton.jit

@@ -56,7 +56,7 @@ WHOLE_MANY = (Variant(True, 256, 8), Variant(True, 256, 16), Variant(True, 256, 
 #: Longer rows: where rows are many or few, and beyond 32768 columns or for a large k.
 MANY, FEW, LONG = Variant(False, 256, 16), Variant(False, 512, 8), Variant(False, 512, 16)
 #: Columns up to which rows stay in registers: none, until a measurement on a chip says where that is faster.
-WHOLE = 0
+WHOLE = 16384
 
 
 def plan(rows: int, columns: int, k: int, processors: int, arch: str) -> Plan:
