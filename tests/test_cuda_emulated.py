@@ -74,8 +74,7 @@ def emulated(build, monkeypatch):
         def run(scores, k, *arguments):
             *arguments, _ = arguments  # no workspace
             packed = kernel_cuda.pack(scores, k, *arguments)
-            shared = max(variant.most_shared_memory, 4 * min(k, scores.shape[1]))
-            build(variant, scores.dtype)(packed, scores.shape[0], shared)
+            build(variant, scores.dtype)(packed, scores.shape[0], variant.most_shared_memory)
 
         def chosen(device, dtype, rows, columns, k, stride, threads, kernel):
             if stride != 1 and columns > 1:

@@ -21,7 +21,7 @@
 #define __device__
 #define __global__
 #define __forceinline__ inline
-#define __launch_bounds__(threads)
+#define __launch_bounds__(threads, blocks)
 #define __grid_constant__
 #define __shared__ static
 #define DYNAMIC_SHARED(name) char* name = emulator::dynamic_memory.data()
@@ -141,6 +141,7 @@ static inline int __shfl_up_sync(uint32_t, int x, int step) {
   int lane = threadIdx.x % 32;
   return (int)emulator::exchange(x)[lane >= step ? lane - step : lane];
 }
+static inline int __shfl_xor_sync(uint32_t, int x, int step) { return (int)emulator::exchange(x)[threadIdx.x % 32 ^ step]; }
 static inline uint32_t __ballot_sync(uint32_t, bool flag) {
   const int64_t* all = emulator::exchange(flag);
   uint32_t bits = 0;
@@ -159,5 +160,14 @@ static inline int __reduce_min_sync(uint32_t, int x) { const int64_t* all = emul
 
 // What the kernels do by PTX.
 static inline float half_to_float(unsigned short raw) { return (float)same_bits<_Float16>(raw); }
+static inline uint32_t half_toward_zero(float x) {
+  if (x != x) return 0x7fff;
+  uint16_t bits = same_bits<uint16_t>((_Float16)x);
+  if (std::fabs(half_to_float(bits)) > std::fabs(x)) bits--;  // rounded up, to infinity too
+  return bits == 0x8000 ? 0 : bits;
+}
+static inline uint32_t halves(float first, float second) { return half_toward_zero(second) << 16 | half_toward_zero(first); }
+static inline uint32_t sign_masks(uint32_t both) { return (both >> 15 & 0x10001) * 0xffff; }
+static inline void store_if(uint32_t wanted, int* place, int x) { if (wanted) *place = x; }
 static inline float again(float x) { return x; }
 static inline void prefetch_line(const void*) {}

@@ -25,6 +25,8 @@ from keysift.layout import FP8
 INTERPRETS = tl.constexpr(TRITON_INTERPRETS)
 #: Programs of the decode kernel for each processor.
 RESIDENT = 2
+#: The queries of a request stay on the chip while its tiles pass, where they are no more bytes than these.
+KEPT_BYTES = 16384
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +40,11 @@ class Plan:
     head_dim: int  # padded
     warps: int
     stages: int
+
+    @property
+    def size(self) -> int:
+        """Bytes of a number in the product."""
+        return {"fp8": 1, "bf16": 2, "fp16": 2, "fp32": 4}[self.compute]
 
     @property
     def decode_n(self) -> int:
@@ -121,6 +128,8 @@ def run(
             *((0, 0) if k_scale is None else k_scale.stride()), *weights.stride(), ends.stride(0),
             *block_table.stride(), out.stride(0), NEXT_N=next_n, PER_ROW=ends.shape[0] == rows and next_n > 1,
             BLOCK_NEXT=triton.next_power_of_2(next_n),
+            PAGE_SHIFT=page_size.bit_length() - 1 if page_size & (page_size - 1) == 0 else -1,
+            KEPT=next_n * max(16, p.heads) * p.head_dim * p.size <= KEPT_BYTES,
             **facts | {"BLOCK_H": max(16, p.heads), "BLOCK_N": p.decode_n, "num_warps": p.decode_warps},
         )  # fmt: skip
 
@@ -222,6 +231,21 @@ def reaches(
     return clamp(lengths, 0, columns).to(tl.int32)
 
 
+@triton.jit
+def query_of(
+    q_ptr, weights_ptr, row, stride_q, stride_q_head, stride_q_dim, stride_weights, stride_weights_head,
+    HEADS: tl.constexpr, DIM: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr, COMPUTE: tl.constexpr,
+):  # fmt: skip
+    """The queries [D, BLOCK_H] of a row, as they enter the product, and their weights."""
+    dim = tl.arange(0, BLOCK_D)
+    head = tl.arange(0, BLOCK_H)
+    address = q_ptr + row * stride_q + head[None, :] * stride_q_head + dim[:, None] * stride_q_dim
+    real = (head < HEADS)[None, :] & (dim < DIM)[:, None]
+    queries = operand(tl.load(address, mask=real, other=0.0), COMPUTE)
+    weights = tl.load(weights_ptr + row * stride_weights + head * stride_weights_head, mask=head < HEADS, other=0.0)
+    return queries, weights
+
+
 @triton.jit(do_not_specialize=["requests", "columns"])
 def score_decode_kernel(
     q_ptr, k_ptr, scale_ptr, weights_ptr, end_ptr, table_ptr, out_ptr, requests, columns, page_size,
@@ -229,7 +253,7 @@ def score_decode_kernel(
     stride_weights, stride_weights_head, stride_end, stride_table, stride_table_page, stride_out,
     HEADS: tl.constexpr, DIM: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,
     COMPUTE: tl.constexpr, HAS_SCALE: tl.constexpr, NEXT_N: tl.constexpr, PER_ROW: tl.constexpr,
-    BLOCK_NEXT: tl.constexpr,
+    BLOCK_NEXT: tl.constexpr, PAGE_SHIFT: tl.constexpr, KEPT: tl.constexpr,
 ):  # fmt: skip
     """Program p of P: tiles [p * T // P, (p + 1) * T // P) of the T tiles of all requests, one after another."""
     REQUESTS: tl.constexpr = 128
@@ -255,18 +279,31 @@ def score_decode_kernel(
         carry = tl.max(ends, 0)
 
     dim = tl.arange(0, BLOCK_D)
-    head = tl.arange(0, BLOCK_H)
     one = tl.arange(0, 1)
     while begin < end:
         reach = tl.max(reaches(request + one, end_ptr, requests, columns, stride_end, NEXT_N, PER_ROW, BLOCK_NEXT), 0)
         tiles = (reach + BLOCK_N - 1) // BLOCK_N
         last = tl.minimum(tiles.to(tl.int64), end - before).to(tl.int32)
+        kept = ()
+        kept_weights = ()
+        for turn in tl.static_range(NEXT_N if KEPT else 0):
+            one_query, one_weights = query_of(
+                q_ptr, weights_ptr, request.to(tl.int64) * NEXT_N + turn, stride_q, stride_q_head, stride_q_dim,
+                stride_weights, stride_weights_head, HEADS, DIM, BLOCK_H, BLOCK_D, COMPUTE,
+            )
+            kept = kept + (one_query,)
+            kept_weights = kept_weights + (one_weights,)
         for tile in range((begin - before).to(tl.int32), last):
             column = tile * BLOCK_N + tl.arange(0, BLOCK_N)
             inside = column < reach
-            entry = request.to(tl.int64) * stride_table + (column // page_size).to(tl.int64) * stride_table_page
+            if PAGE_SHIFT >= 0:
+                number = column >> PAGE_SHIFT
+                offset = (column & ((1 << PAGE_SHIFT) - 1)).to(tl.int64)
+            else:
+                number = column // page_size
+                offset = (column % page_size).to(tl.int64)
+            entry = request.to(tl.int64) * stride_table + number.to(tl.int64) * stride_table_page
             page = tl.load(table_ptr + entry, mask=inside, other=0).to(tl.int64)
-            offset = (column % page_size).to(tl.int64)
             place = (page * stride_page + offset * stride_k)[:, None] + dim.to(tl.int64)[None, :] * stride_k_dim
             keys = tl.load(k_ptr + place, mask=inside[:, None] & (dim[None, :] < DIM), other=0.0)
             keys = operand(keys, COMPUTE)
@@ -276,12 +313,14 @@ def score_decode_kernel(
                 scale = tl.load(scale_ptr + at, mask=inside, other=0.0)
             for turn in tl.static_range(NEXT_N):
                 row = request.to(tl.int64) * NEXT_N + turn
-                address = q_ptr + row * stride_q + head[None, :] * stride_q_head + dim[:, None] * stride_q_dim
-                real = (head < HEADS)[None, :] & (dim < DIM)[:, None]
-                queries = operand(tl.load(address, mask=real, other=0.0), COMPUTE)
-                weight_ptr = weights_ptr + row * stride_weights + head * stride_weights_head
-                weights = tl.load(weight_ptr, mask=head < HEADS, other=0.0)
-                scores = tl.sum(weigh(keys, queries, weights, COMPUTE, 1, BLOCK_H), 1) * scale
+                if KEPT:
+                    scores = tl.sum(weigh(keys, kept[turn], kept_weights[turn], COMPUTE, 1, BLOCK_H), 1) * scale
+                else:
+                    queries, weights = query_of(
+                        q_ptr, weights_ptr, row, stride_q, stride_q_head, stride_q_dim, stride_weights,
+                        stride_weights_head, HEADS, DIM, BLOCK_H, BLOCK_D, COMPUTE,
+                    )
+                    scores = tl.sum(weigh(keys, queries, weights, COMPUTE, 1, BLOCK_H), 1) * scale
                 if PER_ROW:
                     row_end = tl.load(end_ptr + row * stride_end)
                 else:

@@ -263,7 +263,7 @@ __device__ __forceinline__ void gather(int ctas, float* list, int* list_column, 
 }
 #endif
 
-extern "C" __global__ void __launch_bounds__(THREADS) select_kernel(const __grid_constant__ Arguments a) {
+extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) select_kernel(const __grid_constant__ Arguments a) {
   DYNAMIC_SHARED(memory);
   __shared__ Shared s;
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;

@@ -27,6 +27,7 @@ class Variant(NamedTuple):
     whole: bool  # kernel_cuda_whole.cu: a row's values stay in registers; kernel_cuda.cu: what reaches a cut, in lists
     threads: int
     slots: int  # values, or survivors of the cut, that a thread holds
+    blocks: int = 1  # CTAs that a processor shall hold at a time: bounds the registers
 
     @property
     def source(self) -> str:
@@ -36,8 +37,8 @@ class Variant(NamedTuple):
 
     @property
     def most_shared_memory(self) -> int:
-        """Bytes beside the kernel's own: a column per value, and in lists the value too."""
-        return (4 if self.whole else 8) * self.threads * self.slots
+        """Bytes beside the kernel's own: value and column of all that lists hold."""
+        return 0 if self.whole else 8 * self.threads * self.slots
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +69,7 @@ def plan(rows: int, columns: int, k: int, processors: int, arch: str) -> Plan:
     if columns <= WHOLE:
         for variant in WHOLE_MANY if rows >= processors else WHOLE_FEW:
             if columns <= variant.threads * variant.slots:
-                return Plan(variant, 1, 4 * min(k, columns))
+                return Plan(variant, 1, 0)
     ctas = 1
     if int(arch.removeprefix("sm_")) >= 90 and columns > 8192:
         while ctas < 16 and columns // (ctas * 2) >= 4096:
@@ -176,6 +177,7 @@ def macros(dtype: torch.dtype, variant: Variant) -> list[tuple[str, str]]:
         ("MINUS_INFINITY", _MINUS_INFINITY[dtype]),
         ("THREADS", str(variant.threads)),
         ("SLOTS", str(variant.slots)),
+        ("BLOCKS", str(variant.blocks)),
     ]
 
 

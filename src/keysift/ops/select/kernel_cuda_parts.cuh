@@ -17,6 +17,23 @@ __device__ __forceinline__ float half_to_float(unsigned short raw) {
   asm("cvt.f32.f16 %0, %1;" : "=f"(wide) : "h"(raw));
   return wide;
 }
+// Two numbers in half precision, truncated, the first in the lower half; a negative zero becomes a positive one.
+__device__ __forceinline__ u32 halves(float first, float second) {
+  u32 both;
+  asm("cvt.rz.f16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(second), "f"(first));
+  asm("add.rn.f16x2 %0, %0, %1;" : "+r"(both) : "r"(0));
+  return both;
+}
+// All ones in each half whose number is negative.
+__device__ __forceinline__ u32 sign_masks(u32 both) {
+  u32 masks;
+  asm("prmt.b32 %0, %1, %1, 0xbb99;" : "=r"(masks) : "r"(both));
+  return masks;
+}
+// A store without a branch.
+__device__ __forceinline__ void store_if(u32 wanted, int* place, int x) {
+  asm volatile("{ .reg .pred p; setp.ne.u32 p, %0, 0; @p st.global.b32 [%1], %2; }" ::"r"(wanted), "l"(place), "r"(x) : "memory");
+}
 // x, in a way that keeps the compiler from computing what depends on it once and for all: there are no registers for that.
 __device__ __forceinline__ float again(float x) {
   asm volatile("mov.b32 %0, %0;" : "+f"(x));

@@ -1,59 +1,58 @@
 // select on NVIDIA, rows that the registers of one CTA hold: read once, kept as floats. Behind kernel_cuda_parts.cuh.
 //
-// 1. Every thread reads SLOTS values, 16-byte granules that neighbours read beside each other; one reduction gives the
-//    greatest, the least and the number of eligible values.
-// 2. A histogram of 2048 bins, linear between least and greatest (a difference, a product and a truncation, all of them
-//    monotone, so the bins are ordered whatever they round to). The lowest bin is not counted, it holds what the others
-//    do not: half of a rectified row would queue for one counter.
-// 3. A suffix sum from the top finds the bin of the k-th value. Up to 32 values in it are ranked directly; a crowded
-//    bin goes on by histograms over the bits of its values, which end at single values.
-// 4. Where more values equal the threshold than are needed, the same search over columns finds which come first.
-// 5. Chosen columns go to shared memory, and from there to `out`, neighbours beside each other.
-// Cost: each score is read once, about 16 instructions an element, 9 barriers where nothing crowds.
+// 1. Every thread reads SLOTS values, 16-byte granules that neighbours read beside each other.
+// 2. A histogram of 2048 bins over the upper bits of the values in half precision, truncated: monotone, and the same
+//    for all rows, so nothing need be known of the row before. -inf and NaN have bins of their own, which do not count.
+// 3. Every warp sums a part of the bins and, behind a barrier, finds the bin of the k-th value by itself. The ends of
+//    that bin as floats tell who is chosen, who is not, and who is a candidate.
+// 4. Up to 64 or 128 candidates are ranked directly, value and then lower column first. More of them, a crowd, go on by
+//    histograms over their bits, which end at one value; its equals are counted in order of columns.
+// 5. The chosen columns are written in order of warps, granules and lanes, by their votes; ranked candidates behind them.
+//    Page tables and values are seen to after that, over what was written: the straight way stays short, since a CTA
+//    that runs through code once waits for instructions more than for anything else.
+// Cost: each score is read once, about 25 instructions an element, 4 barriers where nothing crowds.
 
-// Which bin a value falls into; eligible values only.
-struct Linear {
-  float low, scale;
-  __device__ __forceinline__ int bin(float x) const {
-    return (int)fminf(fmaxf((x - low) * scale, 0.f), (float)(BINS - 1));
+constexpr int CANDIDATES = THREADS < 512 ? 64 : 128;
+constexpr int TEAM = THREADS / CANDIDATES;  // threads that rank one of them
+constexpr int VALUES = SLOTS + 1;      // the last one beside the granules, in few threads of the first warp
+constexpr int SETS = SLOTS / PER;      // granules of a thread
+constexpr int NOTHING_BINS = 32;       // the last of them is that of -inf, below it negative NaN would be
+constexpr int TIES = SETS * WARPS + 2; // counts of equals: the columns before the granules, the granules, those behind
+typedef unsigned long long u64;
+
+// The bins of two values.
+struct Bins {
+  u32 ordered;  // two half-precision numbers, so that their bits are ordered as they are
+  __device__ __forceinline__ Bins(float first, float second) {
+    u32 both = halves(first, second);
+    ordered = both ^ (sign_masks(both) | 0x80008000u);
   }
+  __device__ __forceinline__ int& first(int* histogram) const { return *(int*)((char*)histogram + (ordered >> 3 & 0x1ffcu)); }
+  __device__ __forceinline__ int& second(int* histogram) const { return *(int*)((char*)histogram + (ordered >> 19 & 0x1ffcu)); }
 };
 
-__device__ __forceinline__ Linear linear(int least, int most) {
-  const float largest = 3.402823466e38f;
-  float low = fmaxf(from_key(least), -largest), high = fminf(from_key(most), largest);
-  float scale = (float)(BINS - 1) / (high - low);
-  // Too wide or too narrow for a float: all in bin 0, and the bits decide.
-  return {low, scale < __int_as_float(0x7f800000) ? scale : 0.f};
+// The least float that lies in `bin` or above it; NaN, which nothing reaches, above the bin of +inf.
+__device__ __forceinline__ float least_of(int bin) {
+  int magnitude = (bin << (16 - BITS)) - 0x8000;
+  if (magnitude > 0) return half_to_float((unsigned short)magnitude);
+  // Truncated towards zero: a negative value belongs to the bin until its magnitude is that of the next half.
+  float beyond = half_to_float((unsigned short)max(-magnitude, 1));
+  return -__int_as_float(__float_as_int(beyond) - 1);
 }
-
-// Greatest, least and number of the eligible keys of the CTA; one barrier.
-__device__ __forceinline__ void survey(int& most, int& least, int& eligible, Shared& s) {
-  int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
-  most = __reduce_max_sync(FULL, most);
-  least = __reduce_min_sync(FULL, least);
-  eligible = warp_sum(eligible);
-  if (lane == 0) { s.most[warp] = most; s.least[warp] = least; s.partial[1][warp] = eligible; }
-  __syncthreads();
-  most = __reduce_max_sync(FULL, s.most[lane % WARPS]);
-  least = __reduce_min_sync(FULL, s.least[lane % WARPS]);
-  eligible = warp_sum(lane < WARPS ? s.partial[1][lane] : 0);
-}
-
-constexpr int VALUES = SLOTS + 1;  // the last one beside the granules, in few threads
 
 __device__ __forceinline__ void read_row(const Row& r, float (&x)[VALUES]) {
+  const float none = __int_as_float(0x7fc00000);
 #pragma unroll
-  for (int i = 0; i < SLOTS / PER; i++) {
+  for (int i = 0; i < SETS; i++) {
     int granule = threadIdx.x + i * THREADS;
     float part[PER];
 #pragma unroll
-    for (int j = 0; j < PER; j++) part[j] = __int_as_float(0x7fc00000);
+    for (int j = 0; j < PER; j++) part[j] = none;
     if (granule < r.granules) unpack(__ldg((const uint4*)(r.scores + r.first) + granule), part);
 #pragma unroll
     for (int j = 0; j < PER; j++) x[i * PER + j] = part[j];
   }
-  x[SLOTS] = __int_as_float(0x7fc00000);
+  x[SLOTS] = none;
   int head = r.first - r.lower, tail_first = r.first + r.granules * PER, thread = threadIdx.x;
   int column = thread < head ? r.lower + thread : tail_first + thread - head;
   if (column < r.upper && thread < 2 * PER) x[SLOTS] = widen(r.scores[column]);
@@ -65,26 +64,161 @@ __device__ __forceinline__ int column_of(const Row& r, int i) {
   return thread < head ? r.lower + thread : r.first + r.granules * PER + thread - head;
 }
 
-// What is searched once the histogram has spoken: the values of a crowded bin, or the columns of those that equal the
-// threshold, lower ones first. One piece of code for both; who takes no part is the least int.
+// True where a warp has no value at this place, nor has any other.
+__device__ __forceinline__ bool is_empty(const Row& r, int i) {
+  return i < SLOTS ? i / PER * THREADS >= r.granules : threadIdx.x >= 32;
+}
+
+struct Found { int bin, before, inside, eligible; };  // of the k-th value: its bin, how many lie above, how many in it
+
+// One barrier, in its middle; every warp learns the same.
+__device__ __forceinline__ Found find(int k, Shared& s) {
+  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+  constexpr int EACH = BINS / THREADS;  // bins of a lane; warp 0 has the uppermost
+  auto bins_of = [&](int thread, int (&count)[EACH]) {
+    int first = BINS - (thread + 1) * EACH, sum = 0;
+#pragma unroll
+    for (int i = 0; i < EACH; i++) {
+      bool counts = first >= NOTHING_BINS && (i > 0 || thread > 0);  // the uppermost is that of NaN
+      count[i] = counts ? s.histogram[first + EACH - 1 - i] : 0;
+      sum += count[i];
+    }
+    return sum;
+  };
+  auto scan = [&](int x) {
+#pragma unroll
+    for (int step = 1; step < 32; step *= 2) {
+      int other = __shfl_up_sync(FULL, x, step);
+      if (lane >= step) x += other;
+    }
+    return x;
+  };
+  int count[EACH];
+  int sum = warp_sum(bins_of(threadIdx.x, count));
+  if (lane == 0) s.partial[0][warp] = sum;
+  __syncthreads();
+  sum = lane < WARPS ? s.partial[0][lane] : 0;
+  int end = scan(sum), eligible = __shfl_sync(FULL, end, 31);
+  if (eligible <= k) return {0, eligible, 0, eligible};
+  int owner = __ffs(__ballot_sync(FULL, end >= k)) - 1;
+  int before = __shfl_sync(FULL, end - sum, owner);
+  sum = bins_of(owner * 32 + lane, count);
+  end = before + scan(sum);
+  int lane_of = __ffs(__ballot_sync(FULL, end >= k)) - 1, bin = 0, inside = 0;
+  before = end - sum;
+#pragma unroll
+  for (int i = 0; i < EACH; i++) {
+    if (inside == 0) {
+      if (before + count[i] >= k) {
+        bin = BINS - 1 - (owner * 32 + lane) * EACH - i;
+        inside = count[i];
+      } else {
+        before += count[i];
+      }
+    }
+  }
+  return {__shfl_sync(FULL, bin, lane_of), __shfl_sync(FULL, before, lane_of), __shfl_sync(FULL, inside, lane_of), eligible};
+}
+
+// How many candidates go before one, by value and then column; TEAM threads each look at their part of them.
+__device__ __forceinline__ int rank_of(const u64* candidates, int inside) {
+  const int i = threadIdx.x / TEAM;
+  if ((threadIdx.x & ~31) / TEAM >= inside) return 0;  // nothing for this warp
+  const u64 own = i < inside ? candidates[i] : 0;
+  int rank = 0;
+#pragma unroll 2
+  for (int j = threadIdx.x % TEAM; j < inside; j += TEAM) rank += candidates[j] > own;
+#pragma unroll
+  for (int step = 1; step < TEAM; step *= 2) rank += __shfl_xor_sync(FULL, rank, step);
+  return rank;
+}
+
+// The values of a crowded bin; who takes no part is the least int.
 struct Keys {
   const float (&x)[VALUES];
-  const Row& r;
-  Linear line;
-  int bin;
-  bool columns;
-  float value;
+  float low, high;
   __device__ __forceinline__ int operator()(int i) const {
     float one = again(x[i]);
-    bool member = columns ? one == value : one > from_key(LOWEST) && line.bin(one) == bin;
-    return member ? (columns ? ~column_of(r, i) : ordered(one)) : (int)0x80000000;
+    return one >= low && !(one >= high) ? ordered(one) : (int)0x80000000;
   }
 };
 
-extern "C" __global__ void __launch_bounds__(THREADS) select_kernel(const __grid_constant__ Arguments a) {
-  DYNAMIC_SHARED(memory);
+// Greatest, least and number of the CTA's keys; one barrier.
+__device__ __forceinline__ void survey(int& most, int& least, int& members, Shared& s) {
+  int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+  most = __reduce_max_sync(FULL, most);
+  least = __reduce_min_sync(FULL, least);
+  members = warp_sum(members);
+  if (lane == 0) { s.most[warp] = most; s.least[warp] = least; s.partial[1][warp] = members; }
+  __syncthreads();
+  most = __reduce_max_sync(FULL, s.most[lane % WARPS]);
+  least = __reduce_min_sync(FULL, s.least[lane % WARPS]);
+  members = warp_sum(lane < WARPS ? s.partial[1][lane] : 0);
+}
+
+// Votes for all above the threshold, and for the first of its equals, by column. One barrier where equals are needed.
+__device__ __forceinline__ int vote_exact(const Row& r, const float (&x)[VALUES], Threshold t, u32 (&vote)[VALUES], int* ties) {
+  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+  const float equal = from_key(t.key), from = from_key(t.key + 1);  // zeros of both signs are one key, so not always the next
+  int mine = 0;
+  if (t.need == 0) {
+#pragma unroll
+    for (int i = 0; i < VALUES; i++) {
+      vote[i] = __ballot_sync(FULL, x[i] >= from);
+      mine += __popc(vote[i]);
+    }
+    return mine;
+  }
+  int head = r.first - r.lower;
+  u32 heads = head ? (1u << head) - 1 : 0;  // lanes of the first warp whose last value stands before the granules
+#pragma unroll
+  for (int i = 0; i < SETS; i++) {
+    int equals = 0;
+#pragma unroll
+    for (int j = 0; j < PER; j++) equals += __popc(__ballot_sync(FULL, x[i * PER + j] == equal));
+    if (lane == 0) ties[1 + i * WARPS + warp] = equals;
+  }
+  u32 beside = __ballot_sync(FULL, x[SLOTS] == equal);
+  if (threadIdx.x == 0) { ties[0] = __popc(beside & heads); ties[TIES - 1] = __popc(beside & ~heads); }
+  __syncthreads();
+  auto earlier = [&](int count) {  // equals in the first `count` of the counts
+    int sum = 0;
+#pragma unroll
+    for (int i = 0; i < (TIES + 31) / 32; i++) {
+      int place = lane + 32 * i;
+      if (place < count) sum += ties[place];
+    }
+    return warp_sum(sum);
+  };
+  const u32 below = (1u << lane) - 1;
+#pragma unroll
+  for (int i = 0; i < SETS; i++) {
+    int rank = earlier(1 + i * WARPS + warp), own = 0;
+#pragma unroll
+    for (int j = 0; j < PER; j++) rank += __popc(__ballot_sync(FULL, x[i * PER + j] == equal) & below);
+#pragma unroll
+    for (int j = 0; j < PER; j++) {
+      float one = x[i * PER + j];
+      bool is_equal = one == equal;
+      vote[i * PER + j] = __ballot_sync(FULL, one >= from || (is_equal && rank + own < t.need));
+      own += is_equal;
+      mine += __popc(vote[i * PER + j]);
+    }
+  }
+  vote[SLOTS] = 0;
+  if (warp == 0) {
+    int granules = earlier(TIES - 1) - __popc(beside & heads);
+    int rank = __popc(beside & below) + (heads >> lane & 1 ? 0 : granules);
+    vote[SLOTS] = __ballot_sync(FULL, x[SLOTS] >= from || (x[SLOTS] == equal && rank < t.need));
+    mine += __popc(vote[SLOTS]);
+  }
+  return mine;
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) select_kernel(const __grid_constant__ Arguments a) {
   __shared__ Shared s;
-  int* chosen_column = (int*)memory;  // min(k, THREADS * SLOTS) of them
+  __shared__ u64 candidates[CANDIDATES];
+  __shared__ int ties[TIES];
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
   const i64 row = blockIdx.x;
   const Row r = row_of(a, row);
@@ -94,101 +228,95 @@ extern "C" __global__ void __launch_bounds__(THREADS) select_kernel(const __grid
 #pragma unroll
   for (int i = 0; i < BINS / THREADS; i++) s.histogram[threadIdx.x + i * THREADS] = 0;
   if (threadIdx.x == 0) s.few_count = 0;
-  const float lowest = from_key(LOWEST);
-  int most = LOWEST, least = 0x7fffffff, eligible = 0;
+  __syncthreads();
 #pragma unroll
-  for (int i = 0; i < VALUES; i++) {
-    int key = ordered(x[i]);
-    most = max(most, key);
-    least = x[i] > lowest ? min(least, key) : least;
-    eligible += x[i] > lowest;
+  for (int i = 0; i < VALUES; i += 2) {
+    if (is_empty(r, i)) continue;
+    Bins bins(x[i], i + 1 < VALUES ? x[i + 1] : x[i]);
+    atomicAdd(&bins.first(s.histogram), 1);
+    if (i + 1 < VALUES) atomicAdd(&bins.second(s.histogram), 1);
   }
-  survey(most, least, eligible, s);
-  Threshold t = {LOWEST, 0};
-  int last_column = -1;  // the last one that may be chosen among the threshold's equals
-  if (eligible > k) {
-    const Linear line = linear(least, most);
-    Keys keys = {x, r, line, 0, false, 0.f};
-    int need = k;
-    bool crowded = false;
-    if (least == most) {
-      t = {most, k};
-    } else {
+  __syncthreads();
+  Found found = find(k, s);
+  const bool all = found.eligible <= k;
+  const int need = k - found.before;
+  float low = all ? -3.402823466e38f : least_of(found.bin), high = all ? low : least_of(found.bin + 1);
+  if (found.inside == need) high = low;  // the whole bin is chosen
+  const int inside = low == high ? 0 : found.inside;
+  const bool ranked = inside && inside <= CANDIDATES;
+  u32 vote[VALUES];
+  int mine = 0, turn = 0;
+  Threshold t = {ordered(low) - 1, 0};
+  if (inside <= CANDIDATES) {
+    u32 reaches[(VALUES + 31) / 32] = {};  // this thread's candidates
 #pragma unroll
-      for (int i = 0; i < VALUES; i++) {
-        int bin = line.bin(x[i]);
-        if (x[i] > lowest && bin > 0) atomicAdd(&s.histogram[bin], 1);
-      }
-      __syncthreads();
-      find_bin(k, 0, eligible, s);
-      keys.bin = s.bin;
-      need = k - s.before;
-      const int inside = s.inside;
-      crowded = inside > 32;
-      if (!crowded) {
+    for (int i = 0; i < VALUES; i++) {
+      vote[i] = 0;
+      if (is_empty(r, i)) continue;
+      bool is_above = x[i] >= high, is_candidate = x[i] >= low && !is_above;
+      vote[i] = __ballot_sync(FULL, is_above);
+      mine += __popc(vote[i]);
+      reaches[i / 32] |= (u32)is_candidate << i % 32;
+    }
 #pragma unroll
-        for (int i = 0; i < VALUES; i++)
-          if (x[i] > lowest && line.bin(again(x[i])) == keys.bin) s.few[atomicAdd(&s.few_count, 1)] = ordered(x[i]);
-        __syncthreads();
-        t = rank_few(inside, need, s);
+    for (int word = 0; word < (VALUES + 31) / 32; word++) {
+      for (u32 rest = inside ? reaches[word] : 0; rest; rest &= rest - 1) {
+        int column = column_of(r, 32 * word + __ffs(rest) - 1);  // its value is read again: registers have no index
+        u32 key = (u32)ordered(widen(r.scores[column])) ^ 0x80000000u;
+        candidates[atomicAdd(&s.few_count, 1)] = (u64)key << 32 | (u32)~column;
       }
     }
-#pragma unroll 1
-    for (int turn = crowded ? 0 : 1; turn < 2; turn++) {
-      if (turn == 1) {
-        if (t.need == 0 || a.sorted) break;
-        keys.columns = true;
-        keys.value = from_key(t.key);
-        need = t.need;
-      }
-      int greatest = (int)0x80000000, smallest = 0x7fffffff, members = 0;
+  } else {
+    Keys keys = {x, low, high};
+    int greatest = (int)0x80000000, smallest = 0x7fffffff, members = 0;
 #pragma unroll
-      for (int i = 0; i < VALUES; i++) {
-        int key = keys(i);
-        greatest = max(greatest, key);
-        if (key != (int)0x80000000) { smallest = min(smallest, key); members++; }
-      }
-      __syncthreads();
-      survey(greatest, smallest, members, s);
-      if (turn == 1 && members <= need) {
-        last_column = 0x7fffffff;
-        break;
-      }
-      Threshold found = threshold<VALUES>(keys, need, 0, smallest - 1, greatest, members, s);
-      if (turn == 0) t = found;
-      else last_column = ~(found.key + (found.need ? 0 : 1));
+    for (int i = 0; i < VALUES; i++) {
+      int key = keys(i);
+      greatest = max(greatest, key);
+      if (key != (int)0x80000000) { smallest = min(smallest, key); members++; }
     }
+    survey(greatest, smallest, members, s);
+    t = threshold<VALUES>(keys, need, 0, smallest - 1, greatest, members, s);
+    if (!a.sorted) mine = vote_exact(r, x, t, vote, ties);
   }
+  if (lane == 0) s.total[0][warp] = mine;
+  __syncthreads();
+  int others = lane < WARPS ? s.total[0][lane] : 0;
+  int place = warp_sum(lane < warp ? others : 0), number = warp_sum(others);
   if (a.sorted) {
-    __syncthreads();
+    if (ranked) {  // the need-th of the candidates is the threshold; as many of its equals are needed as are ranked so far
+      const int rank = rank_of(candidates, inside);
+      const int i = threadIdx.x / TEAM;
+      if (i < inside && rank == need - 1) s.bin = (int)((u32)(candidates[i] >> 32) ^ 0x80000000u);
+      __syncthreads();
+      u32 equal = (u32)s.bin ^ 0x80000000u;
+      t = {s.bin, block_sum(i < inside && threadIdx.x % TEAM == 0 && rank < need && (u32)(candidates[i] >> 32) == equal, s, turn)};
+    }
     close_row(a, row, write_ascending(a, r, row, t, s));
     return;
   }
-  // The least float above the threshold; zeros of both signs are one key, so this is not always the next one.
-  const float from = from_key(t.key + 1), equal = from_key(t.key);
-  u32 chosen[(VALUES + 31) / 32] = {};
-  int mine = 0;
+  // The straight way.
+  const bool plain = a.pages < 0 && !a.values;
+  int* const out = a.out + row * a.stride_out;
+  const int base = plain && !a.absolute ? r.lower : 0;  // else columns as they are, until they are seen to below
+  const int first = r.first + threadIdx.x * PER - base;
+  const u32 own_bit = 1u << lane;
 #pragma unroll
   for (int i = 0; i < VALUES; i++) {
-    bool is_chosen = x[i] >= from || (x[i] == equal && t.need && column_of(r, i) <= last_column);
-    chosen[i / 32] |= (u32)is_chosen << i % 32;
-    mine += is_chosen;
+    int column = i < SLOTS ? first + i / PER * THREADS * PER + i % PER : column_of(r, SLOTS) - base;
+    store_if(vote[i] & own_bit, out + place + __popc(vote[i] & (own_bit - 1)), column);
+    place += __popc(vote[i]);
   }
-  int end = mine;
-#pragma unroll
-  for (int step = 1; step < 32; step *= 2) {
-    int other = __shfl_up_sync(FULL, end, step);
-    if (lane >= step) end += other;
+  if (ranked) {
+    const int rank = rank_of(candidates, inside);
+    const int i = threadIdx.x / TEAM;
+    if (i < inside && rank < need && threadIdx.x % TEAM == 0) out[number + rank] = (int)~(u32)candidates[i] - base;
+    number += need;
   }
-  if (lane == 31) s.total[0][warp] = end;
-  __syncthreads();
-  int others = lane < WARPS ? s.total[0][lane] : 0;
-  int place = warp_sum(lane < warp ? others : 0) + end - mine, number = warp_sum(others);
-#pragma unroll
-  for (int i = 0; i < VALUES; i++)
-    if (chosen[i / 32] >> i % 32 & 1) chosen_column[place++] = column_of(r, i);
-  __syncthreads();
+  if (!plain) {
+    __syncthreads();
 #pragma unroll 1
-  for (int i = threadIdx.x; i < number; i += THREADS) write_one(a, r, row, i, chosen_column[i]);
+    for (int i = threadIdx.x; i < number; i += THREADS) write_one(a, r, row, i, out[i]);
+  }
   close_row(a, row, number);
 }
