@@ -12,22 +12,21 @@ pytest.importorskip("cuda.bindings")
 triton = pytest.importorskip("triton")  # its wheel brings cuobjdump
 
 from keysift.ops.select import kernel_cuda  # noqa: E402
-from keysift.ops.select.kernel_cuda import Variant  # noqa: E402
 
-#: Registers a thread and bytes of stack (spills) by variant. The lists' are what their launch shapes were measured
-#: with: a change that needs more is a change to measure again.
+#: Registers a thread and bytes of stack (spills) by variant: a change that needs more is a change to measure again.
 BOUNDS = {
-    kernel_cuda.MANY: (128, 0),
-    kernel_cuda.FEW: (96, 16),
-    kernel_cuda.LONG: (128, 24),
-    Variant(True, 256, 8): (64, 8),
-    Variant(True, 256, 16): (96, 8),
-    Variant(True, 256, 32): (128, 8),
-    Variant(True, 512, 8): (64, 8),
-    Variant(True, 512, 16): (128, 64),
-    Variant(True, 512, 32): (128, 8),
-    Variant(True, 1024, 16): (64, 16),
+    kernel_cuda.FEW: (96, 24),
+    kernel_cuda.LONG: (128, 0),
+    kernel_cuda.MANY: (80, 64),
+    kernel_cuda.MANY_LONGER: (64, 48),
+    kernel_cuda.MANY_LONG: (128, 32),
+    **dict.fromkeys(kernel_cuda.WHOLE_FEW, (104, 0)),
+    **dict.fromkeys(kernel_cuda.WHOLE_MANY, (80, 16)),
 }
+
+
+#: One of each source is compiled for every chip and dtype, the others for the first two.
+EVERYWHERE = (kernel_cuda.FEW, kernel_cuda.WHOLE_MANY[1])
 
 
 def resources(path):
@@ -37,7 +36,6 @@ def resources(path):
     return [int(number) for number in found.groups()]
 
 
-#: Chip and dtype; rows in registers, which no launch takes yet, are compiled for the first two.
 TARGETS = [
     ("sm_80", torch.float32),
     ("sm_90", torch.float32),
@@ -49,7 +47,7 @@ TARGETS = [
 
 @pytest.mark.parametrize(
     ("variant", "arch", "dtype"),
-    [(variant, *target) for variant in BOUNDS for target in (TARGETS[:2] if variant.whole else TARGETS)],
+    [(variant, *target) for variant in BOUNDS for target in (TARGETS if variant in EVERYWHERE else TARGETS[:2])],
     ids=str,
 )
 def test_select_compiles_within_its_bounds(tmp_path, variant, arch, dtype):
@@ -62,22 +60,20 @@ def test_select_compiles_within_its_bounds(tmp_path, variant, arch, dtype):
     assert static + variant.most_shared_memory <= 100 * 1024  # two CTAs on the smallest chip that has clusters
 
 
-@pytest.mark.parametrize("columns", [1, 4096, 8191, 8192])
-def test_rows_that_one_list_holds_get_no_cluster(columns):
+@pytest.mark.parametrize("columns", [1, 4096, 16383, 16384])
+def test_rows_that_registers_hold_get_no_cluster(columns):
     assert kernel_cuda.plan(1, columns, 2048, 132, "sm_90").ctas == 1
-    assert kernel_cuda.plan(1, 8193 + columns, 2048, 132, "sm_90").ctas > 1
+    assert kernel_cuda.plan(1, 16384 + columns, 2048, 132, "sm_90").ctas > 1
 
 
-@pytest.mark.parametrize("whole", [0, 16384])
-def test_every_shape_is_among_those_compiled(monkeypatch, whole):
-    monkeypatch.setattr(kernel_cuda, "WHOLE", whole)
+def test_every_shape_is_among_those_compiled():
     for rows in (1, 4, 16, 64, 256, 8192):
         for columns in (64, 4096, 16384, 32768, 65536, 131072, 1 << 20):
             for k in (1, 512, 2048, 4096):
                 for arch, processors in (("sm_80", 108), ("sm_90", 132), ("sm_100", 148)):
                     plan = kernel_cuda.plan(rows, columns, k, processors, arch)
                     assert plan.variant in BOUNDS
-                    assert plan.variant.whole == (columns <= whole)
+                    assert plan.variant.whole == (columns <= (8192 if rows >= processors else 16384))
                     assert plan.ctas == 1 or (arch != "sm_80" and not plan.variant.whole)
                     capacity = plan.variant.threads * plan.variant.slots
                     assert columns <= capacity or (k <= capacity * 2 // 3 and not plan.variant.whole)

@@ -47,7 +47,7 @@ LONGER = {
     "src/keysift/ops/cache/api.py": (325, "five public functions, each with its docstring"),
     "src/keysift/ops/sparse_mla/api.py": (360, "four public functions, each with its docstring, and two operators"),
 }
-ALL_OF_SRC = 13000  # grows with each stage's kernels
+ALL_OF_SRC = 14500  # grows with each stage's kernels
 PUBLIC_NAMES = 22  # every stage's functions, the two layouts, and what joins stages
 
 

@@ -53,12 +53,14 @@ def test_sparse_mla_compiles_within_the_chip(case, chip):
         "NATIVE": plans.has_fp8(facts(chip)), "PAGED": True, "PAGE_SHIFT": 6, "WHOLE": k % p.tile == 0,
         "HAS_LENGTH": rows == 1, "HAS_SINK": p.parts == 1, "COMPUTE": p.compute,
         "PRECISION": plans.precision(facts(chip), p), "BLOCK_H": p.block_h, "CHUNK": p.chunk,
-        "ROPE_CHUNK": p.rope_chunk, "TILE": p.tile, "stride_q_dim": 1, "stride_index": 1,
+        "ROPE_CHUNK": p.rope_chunk, "TILE": p.tile, "ROPE_UNIT": 8 if kv == FP8 else 1,
+        "stride_q_dim": 1, "stride_index": 1,
     }  # fmt: skip
     types = {"q_ptr": NAMES[q], "kv_ptr": NAMES[kv], "scales_ptr": "*fp32", "sink_ptr": "*fp32", "lse_ptr": "*fp32"}
     types |= {"rope_ptr": NAMES[BF16 if kv == FP8 else kv], "out_ptr": NAMES[q] if p.parts == 1 else "*fp32"}
     aligned = [name for name in kernels.sparse_mla_kernel.arg_names if name.startswith("stride_")]
-    aligned = [name for name in aligned if "scales" not in name]  # 164 numbers apart
+    # The scales of fp8 tokens are 164 numbers apart, and their rotary parts 41 units of 8.
+    aligned = [name for name in aligned if "scales" not in name and (kv != FP8 or "rope" not in name)]
     binary = compiled(
         kernels.sparse_mla_kernel, constants, {**types, "scale": "fp32"}, target, p.warps, aligned,
         num_stages=p.stages,

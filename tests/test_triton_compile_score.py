@@ -63,6 +63,7 @@ def test_score_compiles_within_the_chip(chip, case, form):
             "BLOCK_H": max(16, p.heads),
             "BLOCK_N": p.decode_n,
             "PAGE_SHIFT": 6,
+            "REQUESTS": 16,
             "KEPT": 2 * max(16, p.heads) * p.head_dim * p.size <= kernels.KEPT_BYTES,
         }
     pointers = {"q_ptr": f"*{NAMES[q_dtype]}", "k_ptr": f"*{NAMES[k_dtype]}"}

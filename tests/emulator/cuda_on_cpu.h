@@ -168,6 +168,10 @@ static inline uint32_t half_toward_zero(float x) {
 }
 static inline uint32_t halves(float first, float second) { return half_toward_zero(second) << 16 | half_toward_zero(first); }
 static inline uint32_t sign_masks(uint32_t both) { return (both >> 15 & 0x10001) * 0xffff; }
-static inline void store_if(uint32_t wanted, int* place, int x) { if (wanted) *place = x; }
+static inline void store_if(uint32_t wanted, int* row, int place, int x) { if (wanted) row[place] = x; }
+typedef float* Place;
+static inline Place place_of(float* list) { return list; }
+#define append_if(wanted, place, x, column) \
+  if (wanted) { *(place) = (x); ((int*)(place))[THREADS * SLOTS] = (column); (place)++; }
 static inline float again(float x) { return x; }
 static inline void prefetch_line(const void*) {}

@@ -221,11 +221,19 @@ def _deep_gemm(calls: Sequence[Call]) -> Variant:
             return
         plan = plans[i]
         call.out = deep_gemm.fp8_paged_mqa_logits(
-            call.q[:, None], call.keys[:, :, None], call.weights, call.ends[:, None], call.table, plan, call.out.shape[1]
+            call.q[:, None],
+            call.keys[:, :, None],
+            call.weights,
+            call.ends[:, None],
+            call.table,
+            plan,
+            call.out.shape[1],
         )
 
     plans = [
-        None if call.table is None else deep_gemm.get_paged_mqa_logits_metadata(call.ends[:, None], PAGE_SIZE, processors)
+        None
+        if call.table is None
+        else deep_gemm.get_paged_mqa_logits_metadata(call.ends[:, None], PAGE_SIZE, processors)
         for call in calls
     ]
     return Variant("deep_gemm", launch)

@@ -295,8 +295,7 @@ def _fp8(x: np.ndarray, format: str, kind: str) -> tuple[Bytes, np.float32]:
     code = np.where((nearer > 0) | ((nearer == 0) & (above % 2 == 0)), above, below)
     negative = np.signbit(quotient) & ((format == "e4m3fn") | (code > 0))
     code = code | np.where(negative, 0x80, 0)
-    nan = np.isnan(x)
-    code[nan] = np.where(np.signbit(x[nan]), 0xFF, 0x7F) if format == "e4m3fn" else 0x80
+    code[np.isnan(x)] = 0x7F if format == "e4m3fn" else 0x80
     return code.astype(np.uint8), scale
 
 

@@ -163,7 +163,7 @@ def to_fp8(x, FNUZ: tl.constexpr):
     if FNUZ:  # the byte 0x80 is NaN, and there is one zero
         code = tl.where(code == 0, code, code | sign)
         return tl.where(magnitude > 0x7F800000, 0x80, code).to(tl.uint8)
-    return (tl.where(magnitude > 0x7F800000, 0x7F, code) | sign).to(tl.uint8)
+    return tl.where(magnitude > 0x7F800000, 0x7F, code | sign).to(tl.uint8)  # NaN without its sign, as everywhere
 
 
 @triton.jit

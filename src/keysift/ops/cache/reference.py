@@ -82,10 +82,11 @@ def quantize(x: torch.Tensor, format: str, scale_format: str) -> tuple[torch.Ten
     """
     x = x.float()
     amax = x.abs().masked_fill(~x.isfinite(), 0.0).amax(-1).clamp(min=FLOOR)
-    scale = amax / LARGEST[format]
+    scale = amax / torch.full_like(amax, LARGEST[format])  # by a number, a GPU multiplies with its inverse
     if scale_format == "ue8m0":  # up to a power of two: any bit of the mantissa carries into the exponent
         scale = ((scale.view(torch.int32) + 0x7FFFFF) & 0x7F800000).view(torch.float32)
-    return (x / scale[..., None]).clamp(-LARGEST[format], LARGEST[format]).to(FP8[format]), scale
+    values = (x / scale[..., None]).clamp(-LARGEST[format], LARGEST[format])
+    return values.masked_fill_(values.isnan(), torch.nan).to(FP8[format]), scale  # its sign depends on the processor
 
 
 def _as(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -129,6 +129,7 @@ def run(
             *block_table.stride(), out.stride(0), NEXT_N=next_n, PER_ROW=ends.shape[0] == rows and next_n > 1,
             BLOCK_NEXT=triton.next_power_of_2(next_n),
             PAGE_SHIFT=page_size.bit_length() - 1 if page_size & (page_size - 1) == 0 else -1,
+            REQUESTS=min(128, triton.next_power_of_2(requests)),
             KEPT=next_n * max(16, p.heads) * p.head_dim * p.size <= KEPT_BYTES,
             **facts | {"BLOCK_H": max(16, p.heads), "BLOCK_N": p.decode_n, "num_warps": p.decode_warps},
         )  # fmt: skip
@@ -253,10 +254,12 @@ def score_decode_kernel(
     stride_weights, stride_weights_head, stride_end, stride_table, stride_table_page, stride_out,
     HEADS: tl.constexpr, DIM: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,
     COMPUTE: tl.constexpr, HAS_SCALE: tl.constexpr, NEXT_N: tl.constexpr, PER_ROW: tl.constexpr,
-    BLOCK_NEXT: tl.constexpr, PAGE_SHIFT: tl.constexpr, KEPT: tl.constexpr,
+    BLOCK_NEXT: tl.constexpr, PAGE_SHIFT: tl.constexpr, KEPT: tl.constexpr, REQUESTS: tl.constexpr,
 ):  # fmt: skip
-    """Program p of P: tiles [p * T // P, (p + 1) * T // P) of the T tiles of all requests, one after another."""
-    REQUESTS: tl.constexpr = 128
+    """Program p of P: tiles [p * T // P, (p + 1) * T // P) of the T tiles of all requests, one after another.
+
+    REQUESTS are looked at together; 1: there is one.
+    """
     total = tl.cast(requests * 0, tl.int64)
     for block in range(0, requests, REQUESTS):
         reach = reaches(
@@ -268,15 +271,16 @@ def score_decode_kernel(
 
     request = tl.cast(requests * 0, tl.int32)  # how many requests end at or before `begin`
     before = tl.cast(requests * 0, tl.int64)  # and the tiles that they have
-    carry = tl.cast(requests * 0, tl.int64)
-    for block in range(0, requests, REQUESTS):
-        number = block + tl.arange(0, REQUESTS)
-        reach = reaches(number, end_ptr, requests, columns, stride_end, NEXT_N, PER_ROW, BLOCK_NEXT)
-        ends = carry + tl.cumsum((reach + BLOCK_N - 1) // BLOCK_N, 0)
-        passed = (ends <= begin) & (number < requests)
-        request += tl.sum(passed.to(tl.int32), 0)
-        before = tl.maximum(before, tl.max(tl.where(passed, ends, 0), 0))
-        carry = tl.max(ends, 0)
+    if REQUESTS > 1:
+        carry = tl.cast(requests * 0, tl.int64)
+        for block in range(0, requests, REQUESTS):
+            number = block + tl.arange(0, REQUESTS)
+            reach = reaches(number, end_ptr, requests, columns, stride_end, NEXT_N, PER_ROW, BLOCK_NEXT)
+            ends = carry + tl.cumsum((reach + BLOCK_N - 1) // BLOCK_N, 0)
+            passed = (ends <= begin) & (number < requests)
+            request += tl.sum(passed.to(tl.int32), 0)
+            before = tl.maximum(before, tl.max(tl.where(passed, ends, 0), 0))
+            carry = tl.max(ends, 0)
 
     dim = tl.arange(0, BLOCK_D)
     one = tl.arange(0, 1)
@@ -290,7 +294,7 @@ def score_decode_kernel(
             one_query, one_weights = query_of(
                 q_ptr, weights_ptr, request.to(tl.int64) * NEXT_N + turn, stride_q, stride_q_head, stride_q_dim,
                 stride_weights, stride_weights_head, HEADS, DIM, BLOCK_H, BLOCK_D, COMPUTE,
-            )
+            )  # fmt: skip
             kept = kept + (one_query,)
             kept_weights = kept_weights + (one_weights,)
         for tile in range((begin - before).to(tl.int32), last):
@@ -319,7 +323,7 @@ def score_decode_kernel(
                     queries, weights = query_of(
                         q_ptr, weights_ptr, row, stride_q, stride_q_head, stride_q_dim, stride_weights,
                         stride_weights_head, HEADS, DIM, BLOCK_H, BLOCK_D, COMPUTE,
-                    )
+                    )  # fmt: skip
                     scores = tl.sum(weigh(keys, queries, weights, COMPUTE, 1, BLOCK_H), 1) * scale
                 if PER_ROW:
                     row_end = tl.load(end_ptr + row * stride_end)

@@ -33,7 +33,9 @@ class Variant(NamedTuple):
     def source(self) -> str:
         """The program, behind what both share."""
         name = "kernel_cuda_whole.cu" if self.whole else "kernel_cuda.cu"
-        return "\n".join((_FOLDER / part).read_text() for part in ("kernel_cuda_parts.cuh", name))
+        return "\n".join(
+            (_FOLDER / part).read_text() for part in ("kernel_cuda_parts.cuh", "kernel_cuda_out.cuh", name)
+        )
 
     @property
     def most_shared_memory(self) -> int:
@@ -50,33 +52,37 @@ class Plan:
     shared_memory: int  # bytes beside the kernel's own
 
 
-#: Rows that registers hold: the first that is wide enough, for fewer rows than processors and for more. Fewer
-#: threads wait less for each other and leave more CTAs resident; more of them read a single row sooner.
-WHOLE_FEW = (Variant(True, 256, 8), Variant(True, 512, 8), Variant(True, 512, 16), Variant(True, 1024, 16))
-WHOLE_MANY = (Variant(True, 256, 8), Variant(True, 256, 16), Variant(True, 256, 32), Variant(True, 512, 32))
-#: Longer rows: where rows are many or few, and beyond 32768 columns or for a large k.
-MANY, FEW, LONG = Variant(False, 256, 16), Variant(False, 512, 8), Variant(False, 512, 16)
-#: Columns up to which rows stay in registers: none, until a measurement on a chip says where that is faster.
-WHOLE = 16384
+#: Rows that registers hold, the first that is wide enough: for rows that leave processors idle or nearly so, where more
+#: threads end a row sooner, and for many, where fewer do less that is not for an element.
+WHOLE_FEW = (Variant(True, 512, 8), Variant(True, 512, 16, 2), Variant(True, 512, 32))
+WHOLE_MANY = (Variant(True, 256, 8, 4), Variant(True, 256, 16, 4), Variant(True, 256, 32, 3))
+#: Longer rows, in lists: few rows or a cluster each; many of them.
+FEW, LONG = Variant(False, 512, 8), Variant(False, 512, 16)
+MANY, MANY_LONGER, MANY_LONG = Variant(False, 256, 16, 3), Variant(False, 512, 8, 2), Variant(False, 256, 32, 2)
+#: What k may be at most for lists of 4096 survivors.
+SHORT_LISTS = 2600
 
 
 def plan(rows: int, columns: int, k: int, processors: int, arch: str) -> Plan:
     """Whole rows in registers, or lists of survivors: clusters while rows leave processors idle, lists as long as the
     survivors of a cut need.
 
-    Thresholds of the lists: measured on an H200, see docs/select.md.
+    Thresholds measured on an H200, see docs/select.md.
     """
-    if columns <= WHOLE:
-        for variant in WHOLE_MANY if rows >= processors else WHOLE_FEW:
-            if columns <= variant.threads * variant.slots:
-                return Plan(variant, 1, 0)
+    many = rows >= processors
+    if columns <= (8192 if many else 16384):
+        variants = WHOLE_MANY if rows >= 4 * processors else WHOLE_FEW
+        return Plan(next(v for v in variants if columns <= v.threads * v.slots), 1, 0)
+    if k > SHORT_LISTS or columns > 32768:
+        variant = MANY_LONG if many else LONG
+    else:
+        variant = FEW if not many else MANY if columns <= 16384 else MANY_LONGER
     ctas = 1
-    if int(arch.removeprefix("sm_")) >= 90 and columns > 8192:
+    if int(arch.removeprefix("sm_")) >= 90:
         while ctas < 16 and columns // (ctas * 2) >= 4096:
             if rows * ctas * 2 > (processors if ctas == 1 and columns > 32768 else processors // 2):
                 break
             ctas *= 2
-    variant = LONG if k > 2600 or columns > 32768 else MANY if rows >= processors else FEW
     return Plan(variant, ctas, variant.most_shared_memory)
 
 

@@ -4,11 +4,15 @@
 #define FULL 0xffffffffu
 typedef long long i64;
 typedef unsigned int u32;
+typedef unsigned long long u64;
 
 constexpr int LOWEST = -2139095041;   // the ordered key of -inf; what is not eligible has it
 constexpr int HIGHEST = 2139095040;   // the ordered key of +inf
 constexpr int WARPS = THREADS / 32;
 constexpr int BITS = 11, BINS = 1 << BITS;
+constexpr int CANDIDATES = THREADS < 512 ? 64 : 128;  // that are ranked directly
+constexpr int TEAM = THREADS / CANDIDATES;            // threads that rank one of them
+constexpr int NOTHING_BINS = 32;       // the last of them is that of -inf, below it negative NaN would be
 
 #ifndef EMULATED  // tests run the kernels on a CPU, with these from elsewhere
 #define DYNAMIC_SHARED(name) extern __shared__ char name[]
@@ -30,9 +34,19 @@ __device__ __forceinline__ u32 sign_masks(u32 both) {
   asm("prmt.b32 %0, %1, %1, 0xbb99;" : "=r"(masks) : "r"(both));
   return masks;
 }
-// A store without a branch.
-__device__ __forceinline__ void store_if(u32 wanted, int* place, int x) {
-  asm volatile("{ .reg .pred p; setp.ne.u32 p, %0, 0; @p st.global.b32 [%1], %2; }" ::"r"(wanted), "l"(place), "r"(x) : "memory");
+// row[place] = x, where wanted, without a branch and with one instruction for the address.
+__device__ __forceinline__ void store_if(u32 wanted, int* row, int place, int x) {
+  asm volatile(
+      "{ .reg .pred p; .reg .b64 at; mad.wide.s32 at, %2, 4, %1; setp.ne.u32 p, %0, 0; @p st.global.b32 [at], %3; }" ::"r"(wanted),
+      "l"(row), "r"(place), "r"(x) : "memory");
+}
+// Value and column to a list in shared memory, without a branch; the place moves on.
+typedef u32 Place;
+__device__ __forceinline__ Place place_of(const float* list) { return (u32)__cvta_generic_to_shared(list); }
+__device__ __forceinline__ void append_if(u32 wanted, Place& place, float x, int column) {
+  asm volatile(
+      "{ .reg .pred p; setp.ne.u32 p, %1, 0; @p st.shared.f32 [%0], %2; @p st.shared.b32 [%0 + %4], %3; @p add.u32 %0, %0, 4; }"
+      : "+r"(place) : "r"(wanted), "f"(x), "r"(column), "n"(4 * THREADS * SLOTS) : "memory");
 }
 // x, in a way that keeps the compiler from computing what depends on it once and for all: there are no registers for that.
 __device__ __forceinline__ float again(float x) {
@@ -165,6 +179,114 @@ __device__ __forceinline__ void block_range(int& most, int& least, Shared& s) {
 
 struct Threshold { int key, need; };  // all above the key are chosen, and `need` of those that equal it
 
+// The bins of two values.
+struct Bins {
+  u32 ordered;  // two half-precision numbers, so that their bits are ordered as they are
+  __device__ __forceinline__ Bins(float first, float second) {
+    u32 both = halves(first, second);
+    ordered = both ^ (sign_masks(both) | 0x80008000u);
+  }
+  __device__ __forceinline__ int& first(int* histogram) const { return *(int*)((char*)histogram + (ordered >> 3 & 0x1ffcu)); }
+  __device__ __forceinline__ int& second(int* histogram) const { return *(int*)((char*)histogram + (ordered >> 19 & 0x1ffcu)); }
+};
+
+// The least float that lies in `bin` or above it; NaN, which nothing reaches, above the bin of +inf.
+__device__ __forceinline__ float least_of(int bin) {
+  int magnitude = (bin << (16 - BITS)) - 0x8000;
+  if (magnitude > 0) return half_to_float((unsigned short)magnitude);
+  // Truncated towards zero: a negative value belongs to the bin until its magnitude is that of the next half.
+  float beyond = half_to_float((unsigned short)max(-magnitude, 1));
+  return -__int_as_float(__float_as_int(beyond) - 1);
+}
+
+struct Found { int bin, before, inside, eligible; };  // of the k-th value: its bin, how many lie above, how many in it
+
+// Of a histogram of halves or of anything; one barrier, in its middle. Every warp learns the same, and may still be
+// reading the histogram when others go on.
+template <bool HALVES>
+__device__ __forceinline__ Found find(int k, const int* histogram, Shared& s) {
+  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+  constexpr int EACH = BINS / THREADS;  // bins of a lane; warp 0 has the uppermost
+  auto bins_of = [&](int thread, int (&count)[EACH]) {
+    int first = BINS - (thread + 1) * EACH, sum = 0;
+#pragma unroll
+    for (int i = 0; i < EACH; i++) {
+      bool counts = !HALVES || (first >= NOTHING_BINS && (i > 0 || thread > 0));  // the uppermost is that of NaN
+      count[i] = counts ? histogram[first + EACH - 1 - i] : 0;
+      sum += count[i];
+    }
+    return sum;
+  };
+  auto scan = [&](int x) {
+#pragma unroll
+    for (int step = 1; step < 32; step *= 2) {
+      int other = __shfl_up_sync(FULL, x, step);
+      if (lane >= step) x += other;
+    }
+    return x;
+  };
+  int count[EACH];
+  int sum = warp_sum(bins_of(threadIdx.x, count));
+  if (lane == 0) s.partial[0][warp] = sum;
+  __syncthreads();
+  sum = lane < WARPS ? s.partial[0][lane] : 0;
+  int end = scan(sum), eligible = __shfl_sync(FULL, end, 31);
+  if (eligible <= k) return {0, eligible, 0, eligible};
+  int owner = __ffs(__ballot_sync(FULL, end >= k)) - 1;
+  int before = __shfl_sync(FULL, end - sum, owner);
+  sum = bins_of(owner * 32 + lane, count);
+  end = before + scan(sum);
+  int lane_of = __ffs(__ballot_sync(FULL, end >= k)) - 1, bin = 0, inside = 0;
+  before = end - sum;
+#pragma unroll
+  for (int i = 0; i < EACH; i++) {
+    if (inside == 0) {
+      if (before + count[i] >= k) {
+        bin = BINS - 1 - (owner * 32 + lane) * EACH - i;
+        inside = count[i];
+      } else {
+        before += count[i];
+      }
+    }
+  }
+  return {__shfl_sync(FULL, bin, lane_of), __shfl_sync(FULL, before, lane_of), __shfl_sync(FULL, inside, lane_of), eligible};
+}
+
+// How many candidates go before one, by value and then column; TEAM threads each look at their part of them.
+__device__ __forceinline__ int rank_of(const u64* candidates, int inside) {
+  const int i = threadIdx.x / TEAM;
+  if ((threadIdx.x & ~31) / TEAM >= inside) return 0;  // nothing for this warp
+  const u64 own = i < inside ? candidates[i] : 0;
+  int rank = 0;
+#pragma unroll 2
+  for (int j = threadIdx.x % TEAM; j < inside; j += TEAM) rank += candidates[j] > own;
+#pragma unroll
+  for (int step = 1; step < TEAM; step *= 2) rank += __shfl_xor_sync(FULL, rank, step);
+  return rank;
+}
+
+// A candidate, ordered by value and then lower column.
+__device__ __forceinline__ u64 candidate(int key, int column) { return (u64)((u32)key ^ 0x80000000u) << 32 | (u32)~column; }
+__device__ __forceinline__ int key_of(u64 candidate) { return (int)((u32)(candidate >> 32) ^ 0x80000000u); }
+__device__ __forceinline__ int column_of(u64 candidate) { return (int)~(u32)candidate; }
+
+// The threshold of the need-th candidate, as write_ascending wants it; two barriers.
+__device__ __forceinline__ Threshold threshold_of(const u64* candidates, int inside, int need, Shared& s, int& turn) {
+  const int rank = rank_of(candidates, inside), i = threadIdx.x / TEAM;
+  if (i < inside && rank == need - 1) s.bin = key_of(candidates[i]);
+  __syncthreads();
+  const int key = s.bin;
+  bool is_chosen_equal = i < inside && threadIdx.x % TEAM == 0 && rank < need && key_of(candidates[i]) == key;
+  return {key, block_sum(is_chosen_equal, s, turn)};
+}
+
+// An empty histogram and an empty list of few.
+__device__ __forceinline__ void clear(Shared& s) {
+#pragma unroll
+  for (int i = 0; i < BINS / THREADS; i++) s.histogram[threadIdx.x + i * THREADS] = 0;
+  if (threadIdx.x == 0) s.few_count = 0;
+}
+
 // Where the k-th of a histogram lies, counted from the top, `above` keys beyond it: s.bin, s.before, s.inside. Keys that were
 // not counted, of `all`, are in bin 0. Two barriers.
 __device__ __forceinline__ void find_bin(int k, int above, int all, Shared& s) {
@@ -220,16 +342,13 @@ __device__ __forceinline__ Threshold rank_few(int inside, int need, Shared& s) {
 // others do not matter. Stops where at most k + slack keys exceed a bin's lower end: then nothing equal is needed.
 template <int N, class Keys>
 __device__ __forceinline__ Threshold threshold(const Keys& key, int k, int slack, int low, int high, int count_low, Shared& s) {
-  constexpr int EACH = BINS / THREADS;
   int above = 0;  // keys beyond `high`
   while (true) {
     if (count_low <= k + slack) return {low, 0};
     u32 width = (u32)high - (u32)low;  // keys low + 1 .. high
     if (width == 1) return {high, k - above};
     int shift = max(0, 32 - __clz((int)(width - 1)) - BITS);
-#pragma unroll
-    for (int i = 0; i < EACH; i++) s.histogram[threadIdx.x + i * THREADS] = 0;
-    if (threadIdx.x == 0) s.few_count = 0;
+    clear(s);
     __syncthreads();
 #pragma unroll
     for (int i = 0; i < N; i++) {
@@ -253,62 +372,4 @@ __device__ __forceinline__ Threshold threshold(const Keys& key, int k, int slack
       return rank_few(inside, k - above, s);
     }
   }
-}
-
-__device__ __forceinline__ void write_one(const Arguments& a, const Row& r, i64 row, int place, int column) {
-  int index = a.absolute ? column : column - r.lower;
-  if (a.pages >= 0) {
-    i64 table_row = a.page_rows ? integer(a.page_rows, row * a.stride_page_rows, a.page_rows_is_long) : row;
-    u32 size = (u32)min(a.page_size, 1ll << 31), number = (u32)index / size;  // no index is larger
-    i64 page = integer(a.table, table_row * a.stride_table + number, a.table_is_long);
-    index = page < 0 ? -1 : (int)(page * a.page_size) + (int)((u32)index - number * size);
-  }
-  a.out[row * a.stride_out + place] = index;
-  if (a.values) a.values[row * a.stride_values + place] = index < 0 ? (Raw)MINUS_INFINITY : r.scores[column];
-}
-
-// Write the chosen in ascending order of columns, reading the row again; returns how many.
-__device__ __forceinline__ int write_ascending(const Arguments& a, const Row& r, i64 row, Threshold t, Shared& s) {
-  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
-  constexpr int EACH = 8;
-  int base = 0, ties = 0;
-  for (int first = r.lower; first < r.upper && base < a.k; first += THREADS * EACH) {
-    int begin = first + threadIdx.x * EACH, key[EACH], both = 0;  // two counts in one sum: above, equal
-#pragma unroll
-    for (int i = 0; i < EACH; i++) key[i] = begin + i < r.upper ? ordered(widen(r.scores[begin + i])) : LOWEST;
-#pragma unroll
-    for (int i = 0; i < EACH; i++) both += (key[i] > t.key ? 1 : 0) + (key[i] == t.key && t.need ? 65536 : 0);
-    int end = both;
-#pragma unroll
-    for (int step = 1; step < 32; step *= 2) {
-      int other = __shfl_up_sync(FULL, end, step);
-      if (lane >= step) end += other;
-    }
-    __syncthreads();
-    if (lane == 31) s.total[0][warp] = end;
-    __syncthreads();
-    int others = lane < WARPS ? s.total[0][lane] : 0;
-    int before = warp_sum(lane < warp ? others : 0) + end - both, all = warp_sum(others);
-    int rank = ties + (before >> 16);  // among the equals
-    int place = base + (before & 65535) + min(rank, t.need) - min(ties, t.need);
-#pragma unroll
-    for (int i = 0; i < EACH; i++) {
-      bool equal = key[i] == t.key && t.need;
-      if (key[i] > t.key || (equal && rank < t.need)) write_one(a, r, row, place++, begin + i);
-      rank += equal;
-    }
-    int seen = ties + (all >> 16);
-    base += (all & 65535) + min(seen, t.need) - min(ties, t.need);
-    ties = seen;
-  }
-  return base;
-}
-
-__device__ __forceinline__ void close_row(const Arguments& a, i64 row, int chosen) {
-#pragma unroll 1
-  for (int place = chosen + threadIdx.x; place < a.k; place += THREADS) {
-    a.out[row * a.stride_out + place] = -1;
-    if (a.values) a.values[row * a.stride_values + place] = (Raw)MINUS_INFINITY;
-  }
-  if (a.counts && threadIdx.x == 0) a.counts[row * a.stride_counts] = chosen;
 }

@@ -1,4 +1,4 @@
-// select on NVIDIA, rows that the registers of one CTA hold: read once, kept as floats. Behind kernel_cuda_parts.cuh.
+// select on NVIDIA, rows that the registers of one CTA hold: read once, kept as floats. Behind kernel_cuda_parts.cuh and kernel_cuda_out.cuh.
 //
 // 1. Every thread reads SLOTS values, 16-byte granules that neighbours read beside each other.
 // 2. A histogram of 2048 bins over the upper bits of the values in half precision, truncated: monotone, and the same
@@ -12,33 +12,9 @@
 //    that runs through code once waits for instructions more than for anything else.
 // Cost: each score is read once, about 25 instructions an element, 4 barriers where nothing crowds.
 
-constexpr int CANDIDATES = THREADS < 512 ? 64 : 128;
-constexpr int TEAM = THREADS / CANDIDATES;  // threads that rank one of them
 constexpr int VALUES = SLOTS + 1;      // the last one beside the granules, in few threads of the first warp
 constexpr int SETS = SLOTS / PER;      // granules of a thread
-constexpr int NOTHING_BINS = 32;       // the last of them is that of -inf, below it negative NaN would be
 constexpr int TIES = SETS * WARPS + 2; // counts of equals: the columns before the granules, the granules, those behind
-typedef unsigned long long u64;
-
-// The bins of two values.
-struct Bins {
-  u32 ordered;  // two half-precision numbers, so that their bits are ordered as they are
-  __device__ __forceinline__ Bins(float first, float second) {
-    u32 both = halves(first, second);
-    ordered = both ^ (sign_masks(both) | 0x80008000u);
-  }
-  __device__ __forceinline__ int& first(int* histogram) const { return *(int*)((char*)histogram + (ordered >> 3 & 0x1ffcu)); }
-  __device__ __forceinline__ int& second(int* histogram) const { return *(int*)((char*)histogram + (ordered >> 19 & 0x1ffcu)); }
-};
-
-// The least float that lies in `bin` or above it; NaN, which nothing reaches, above the bin of +inf.
-__device__ __forceinline__ float least_of(int bin) {
-  int magnitude = (bin << (16 - BITS)) - 0x8000;
-  if (magnitude > 0) return half_to_float((unsigned short)magnitude);
-  // Truncated towards zero: a negative value belongs to the bin until its magnitude is that of the next half.
-  float beyond = half_to_float((unsigned short)max(-magnitude, 1));
-  return -__int_as_float(__float_as_int(beyond) - 1);
-}
 
 __device__ __forceinline__ void read_row(const Row& r, float (&x)[VALUES]) {
   const float none = __int_as_float(0x7fc00000);
@@ -67,70 +43,6 @@ __device__ __forceinline__ int column_of(const Row& r, int i) {
 // True where a warp has no value at this place, nor has any other.
 __device__ __forceinline__ bool is_empty(const Row& r, int i) {
   return i < SLOTS ? i / PER * THREADS >= r.granules : threadIdx.x >= 32;
-}
-
-struct Found { int bin, before, inside, eligible; };  // of the k-th value: its bin, how many lie above, how many in it
-
-// One barrier, in its middle; every warp learns the same.
-__device__ __forceinline__ Found find(int k, Shared& s) {
-  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
-  constexpr int EACH = BINS / THREADS;  // bins of a lane; warp 0 has the uppermost
-  auto bins_of = [&](int thread, int (&count)[EACH]) {
-    int first = BINS - (thread + 1) * EACH, sum = 0;
-#pragma unroll
-    for (int i = 0; i < EACH; i++) {
-      bool counts = first >= NOTHING_BINS && (i > 0 || thread > 0);  // the uppermost is that of NaN
-      count[i] = counts ? s.histogram[first + EACH - 1 - i] : 0;
-      sum += count[i];
-    }
-    return sum;
-  };
-  auto scan = [&](int x) {
-#pragma unroll
-    for (int step = 1; step < 32; step *= 2) {
-      int other = __shfl_up_sync(FULL, x, step);
-      if (lane >= step) x += other;
-    }
-    return x;
-  };
-  int count[EACH];
-  int sum = warp_sum(bins_of(threadIdx.x, count));
-  if (lane == 0) s.partial[0][warp] = sum;
-  __syncthreads();
-  sum = lane < WARPS ? s.partial[0][lane] : 0;
-  int end = scan(sum), eligible = __shfl_sync(FULL, end, 31);
-  if (eligible <= k) return {0, eligible, 0, eligible};
-  int owner = __ffs(__ballot_sync(FULL, end >= k)) - 1;
-  int before = __shfl_sync(FULL, end - sum, owner);
-  sum = bins_of(owner * 32 + lane, count);
-  end = before + scan(sum);
-  int lane_of = __ffs(__ballot_sync(FULL, end >= k)) - 1, bin = 0, inside = 0;
-  before = end - sum;
-#pragma unroll
-  for (int i = 0; i < EACH; i++) {
-    if (inside == 0) {
-      if (before + count[i] >= k) {
-        bin = BINS - 1 - (owner * 32 + lane) * EACH - i;
-        inside = count[i];
-      } else {
-        before += count[i];
-      }
-    }
-  }
-  return {__shfl_sync(FULL, bin, lane_of), __shfl_sync(FULL, before, lane_of), __shfl_sync(FULL, inside, lane_of), eligible};
-}
-
-// How many candidates go before one, by value and then column; TEAM threads each look at their part of them.
-__device__ __forceinline__ int rank_of(const u64* candidates, int inside) {
-  const int i = threadIdx.x / TEAM;
-  if ((threadIdx.x & ~31) / TEAM >= inside) return 0;  // nothing for this warp
-  const u64 own = i < inside ? candidates[i] : 0;
-  int rank = 0;
-#pragma unroll 2
-  for (int j = threadIdx.x % TEAM; j < inside; j += TEAM) rank += candidates[j] > own;
-#pragma unroll
-  for (int step = 1; step < TEAM; step *= 2) rank += __shfl_xor_sync(FULL, rank, step);
-  return rank;
 }
 
 // The values of a crowded bin; who takes no part is the least int.
@@ -225,9 +137,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) select_kernel(cons
   const int k = (int)min(a.k, (i64)0x7fffffff);
   float x[VALUES];
   read_row(r, x);
-#pragma unroll
-  for (int i = 0; i < BINS / THREADS; i++) s.histogram[threadIdx.x + i * THREADS] = 0;
-  if (threadIdx.x == 0) s.few_count = 0;
+  clear(s);
   __syncthreads();
 #pragma unroll
   for (int i = 0; i < VALUES; i += 2) {
@@ -237,7 +147,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) select_kernel(cons
     if (i + 1 < VALUES) atomicAdd(&bins.second(s.histogram), 1);
   }
   __syncthreads();
-  Found found = find(k, s);
+  Found found = find<true>(k, s.histogram, s);
   const bool all = found.eligible <= k;
   const int need = k - found.before;
   float low = all ? -3.402823466e38f : least_of(found.bin), high = all ? low : least_of(found.bin + 1);
@@ -251,8 +161,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) select_kernel(cons
     u32 reaches[(VALUES + 31) / 32] = {};  // this thread's candidates
 #pragma unroll
     for (int i = 0; i < VALUES; i++) {
-      vote[i] = 0;
-      if (is_empty(r, i)) continue;
       bool is_above = x[i] >= high, is_candidate = x[i] >= low && !is_above;
       vote[i] = __ballot_sync(FULL, is_above);
       mine += __popc(vote[i]);
@@ -262,8 +170,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) select_kernel(cons
     for (int word = 0; word < (VALUES + 31) / 32; word++) {
       for (u32 rest = inside ? reaches[word] : 0; rest; rest &= rest - 1) {
         int column = column_of(r, 32 * word + __ffs(rest) - 1);  // its value is read again: registers have no index
-        u32 key = (u32)ordered(widen(r.scores[column])) ^ 0x80000000u;
-        candidates[atomicAdd(&s.few_count, 1)] = (u64)key << 32 | (u32)~column;
+        candidates[atomicAdd(&s.few_count, 1)] = candidate(ordered(widen(r.scores[column])), column);
       }
     }
   } else {
@@ -284,39 +191,19 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) select_kernel(cons
   int others = lane < WARPS ? s.total[0][lane] : 0;
   int place = warp_sum(lane < warp ? others : 0), number = warp_sum(others);
   if (a.sorted) {
-    if (ranked) {  // the need-th of the candidates is the threshold; as many of its equals are needed as are ranked so far
-      const int rank = rank_of(candidates, inside);
-      const int i = threadIdx.x / TEAM;
-      if (i < inside && rank == need - 1) s.bin = (int)((u32)(candidates[i] >> 32) ^ 0x80000000u);
-      __syncthreads();
-      u32 equal = (u32)s.bin ^ 0x80000000u;
-      t = {s.bin, block_sum(i < inside && threadIdx.x % TEAM == 0 && rank < need && (u32)(candidates[i] >> 32) == equal, s, turn)};
-    }
+    if (ranked) t = threshold_of(candidates, inside, need, s, turn);
     close_row(a, row, write_ascending(a, r, row, t, s));
     return;
   }
-  // The straight way.
-  const bool plain = a.pages < 0 && !a.values;
-  int* const out = a.out + row * a.stride_out;
-  const int base = plain && !a.absolute ? r.lower : 0;  // else columns as they are, until they are seen to below
-  const int first = r.first + threadIdx.x * PER - base;
+  const Out out(a, r, row);
+  const int first = r.first + threadIdx.x * PER - out.base;
   const u32 own_bit = 1u << lane;
 #pragma unroll
   for (int i = 0; i < VALUES; i++) {
-    int column = i < SLOTS ? first + i / PER * THREADS * PER + i % PER : column_of(r, SLOTS) - base;
-    store_if(vote[i] & own_bit, out + place + __popc(vote[i] & (own_bit - 1)), column);
+    int column = i < SLOTS ? first + i / PER * THREADS * PER + i % PER : column_of(r, SLOTS) - out.base;
+    store_if(vote[i] & own_bit, out.row, place + __popc(vote[i] & (own_bit - 1)), column);
     place += __popc(vote[i]);
   }
-  if (ranked) {
-    const int rank = rank_of(candidates, inside);
-    const int i = threadIdx.x / TEAM;
-    if (i < inside && rank < need && threadIdx.x % TEAM == 0) out[number + rank] = (int)~(u32)candidates[i] - base;
-    number += need;
-  }
-  if (!plain) {
-    __syncthreads();
-#pragma unroll 1
-    for (int i = threadIdx.x; i < number; i += THREADS) write_one(a, r, row, i, out[i]);
-  }
-  close_row(a, row, number);
+  if (ranked) out.put_ranked(candidates, inside, need, number);
+  out.close(a, r, row, ranked ? number + need : number);
 }

@@ -45,11 +45,13 @@ def run(
         part_out, part_lse = _parts(workspace, p.parts, rows, heads, value_dim)
         strides = (part_out.stride(0), part_out.stride(1), part_lse.stride(0), part_lse.stride(1))
     shift = page_size.bit_length() - 1
+    unit = 8 if is_fp8 and not any(stride % 8 for stride in rope.stride()[:2]) else 1
     with on_device_of(q):
         sparse_mla_kernel[(math.ceil(heads / p.block_h) * p.parts * rows,)](
             q, kv, scales, rope, indices, _given(topk_length, indices), _given(sink, lse), part_out, part_lse,
             scale * math.log2(math.e), k, page_size, p.parts,
-            *q.stride(), *kv.stride()[:2], *scale_strides, *rope.stride()[:2], *indices.stride(),
+            *q.stride(), *kv.stride()[:2], *scale_strides, rope.stride(0) // unit, rope.stride(1) // unit,
+            *indices.stride(),
             0 if topk_length is None else topk_length.stride(0), *strides,
             HEADS=heads, LATENT_DIM=latent_dim, ROPE_DIM=q.shape[2] - latent_dim, VALUE_DIM=value_dim,
             FP8=is_fp8, NATIVE=is_fp8 and plans.has_fp8(device),
@@ -57,7 +59,7 @@ def run(
             PAGE_SHIFT=shift if page_size == 1 << shift else -1,
             WHOLE=k % p.tile == 0 and topk_length is None, HAS_LENGTH=topk_length is not None,
             HAS_SINK=sink is not None and p.parts == 1, COMPUTE=p.compute, PRECISION=plans.precision(device, p),
-            BLOCK_H=p.block_h, CHUNK=p.chunk, ROPE_CHUNK=p.rope_chunk, TILE=p.tile,
+            BLOCK_H=p.block_h, CHUNK=p.chunk, ROPE_CHUNK=p.rope_chunk, TILE=p.tile, ROPE_UNIT=unit,
             num_warps=p.warps, num_stages=p.stages,
         )  # fmt: skip
         if p.parts > 1:

@@ -80,12 +80,13 @@ def sparse_mla_kernel(
     HEADS: tl.constexpr, LATENT_DIM: tl.constexpr, ROPE_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
     FP8: tl.constexpr, NATIVE: tl.constexpr, PAGED: tl.constexpr, PAGE_SHIFT: tl.constexpr, WHOLE: tl.constexpr,
     HAS_LENGTH: tl.constexpr, HAS_SINK: tl.constexpr, COMPUTE: tl.constexpr, PRECISION: tl.constexpr,
-    BLOCK_H: tl.constexpr, CHUNK: tl.constexpr, ROPE_CHUNK: tl.constexpr, TILE: tl.constexpr,
+    BLOCK_H: tl.constexpr, CHUNK: tl.constexpr, ROPE_CHUNK: tl.constexpr, TILE: tl.constexpr, ROPE_UNIT: tl.constexpr,
 ):  # fmt: skip
     """Program (block of heads, part, token), the first fastest: they share latents in the chip's cache.
 
     LATENT_DIM and ROPE_DIM are the columns behind kv_ptr and rope_ptr. PAGE_SHIFT is log2 of the page size, -1 if it is
-    no power of two. WHOLE: every tile lies in the row of indices, and all of them count.
+    no power of two. WHOLE: every tile lies in the row of indices, and all of them count. The strides of rope_ptr count
+    ROPE_UNIT numbers: Triton takes a stride for aligned where it is a multiple of 16, and an fp8 token has 8 * 41.
     """
     BLOCKS: tl.constexpr = (HEADS + BLOCK_H - 1) // BLOCK_H
     CHUNKS: tl.constexpr = (LATENT_DIM + CHUNK - 1) // CHUNK
@@ -149,7 +150,7 @@ def sparse_mla_kernel(
             page = (slot // page_size).to(tl.int64)
             offset = (slot % page_size).to(tl.int64)
         row_ptr = kv_ptr + (page * stride_kv_page + offset * stride_kv)[:, None]
-        rope_row_ptr = rope_ptr + (page * stride_rope_page + offset * stride_rope)[:, None]
+        rope_row_ptr = rope_ptr + ((page * stride_rope_page + offset * stride_rope) * ROPE_UNIT)[:, None]
 
         logits = tl.zeros((BLOCK_H, TILE), tl.float32)
         latents = ()
