@@ -23,8 +23,8 @@ from keysift.kernels import on_device_of
 from keysift.layout import FP8
 
 INTERPRETS = tl.constexpr(TRITON_INTERPRETS)
-#: Programs of the decode kernel for each processor.
-RESIDENT = 2
+#: Programs of the decode kernel for each processor, as many as fit: while one waits for memory, others multiply.
+RESIDENT = 3
 #: The queries of a request stay on the chip while its tiles pass, where they are no more bytes than these.
 KEPT_BYTES = 16384
 
@@ -129,7 +129,7 @@ def run(
             *block_table.stride(), out.stride(0), NEXT_N=next_n, PER_ROW=ends.shape[0] == rows and next_n > 1,
             BLOCK_NEXT=triton.next_power_of_2(next_n),
             PAGE_SHIFT=page_size.bit_length() - 1 if page_size & (page_size - 1) == 0 else -1,
-            REQUESTS=min(128, triton.next_power_of_2(requests)),
+            REQUESTS=128 if requests > 1 else 1,
             KEPT=next_n * max(16, p.heads) * p.head_dim * p.size <= KEPT_BYTES,
             **facts | {"BLOCK_H": max(16, p.heads), "BLOCK_N": p.decode_n, "num_warps": p.decode_warps},
         )  # fmt: skip
@@ -247,6 +247,16 @@ def query_of(
     return queries, weights
 
 
+@triton.jit
+def page_of(row_ptr, column, reach, page_size, stride_table_page, PAGE_SHIFT: tl.constexpr):
+    """The pages of columns; 0 beyond the reach of a request."""
+    if PAGE_SHIFT >= 0:
+        number = column >> PAGE_SHIFT
+    else:
+        number = column // page_size
+    return tl.load(row_ptr + number.to(tl.int64) * stride_table_page, mask=column < reach, other=0)
+
+
 @triton.jit(do_not_specialize=["requests", "columns"])
 def score_decode_kernel(
     q_ptr, k_ptr, scale_ptr, weights_ptr, end_ptr, table_ptr, out_ptr, requests, columns, page_size,
@@ -290,24 +300,35 @@ def score_decode_kernel(
         last = tl.minimum(tiles.to(tl.int64), end - before).to(tl.int32)
         kept = ()
         kept_weights = ()
-        for turn in tl.static_range(NEXT_N if KEPT else 0):
-            one_query, one_weights = query_of(
-                q_ptr, weights_ptr, request.to(tl.int64) * NEXT_N + turn, stride_q, stride_q_head, stride_q_dim,
-                stride_weights, stride_weights_head, HEADS, DIM, BLOCK_H, BLOCK_D, COMPUTE,
-            )  # fmt: skip
-            kept = kept + (one_query,)
-            kept_weights = kept_weights + (one_weights,)
-        for tile in range((begin - before).to(tl.int32), last):
+        row_ends = ()
+        for turn in tl.static_range(NEXT_N):
+            row = request.to(tl.int64) * NEXT_N + turn
+            if PER_ROW:
+                row_ends = row_ends + (tl.load(end_ptr + row * stride_end),)
+            else:
+                row_ends = row_ends + (tl.load(end_ptr + request.to(tl.int64) * stride_end) - NEXT_N + turn + 1,)
+            if KEPT:
+                queries, weights = query_of(
+                    q_ptr, weights_ptr, row, stride_q, stride_q_head, stride_q_dim, stride_weights,
+                    stride_weights_head, HEADS, DIM, BLOCK_H, BLOCK_D, COMPUTE,
+                )  # fmt: skip
+                kept = kept + (queries,)
+                kept_weights = kept_weights + (weights,)
+        row_ptr = table_ptr + request.to(tl.int64) * stride_table
+        first = (begin - before).to(tl.int32)
+        # Pages are looked up a tile ahead: so the keys of the tiles to come wait for no other load.
+        next_page = page_of(
+            row_ptr, first * BLOCK_N + tl.arange(0, BLOCK_N), reach, page_size, stride_table_page, PAGE_SHIFT
+        )
+        for tile in range(first, last):
             column = tile * BLOCK_N + tl.arange(0, BLOCK_N)
             inside = column < reach
+            page = next_page.to(tl.int64)
+            next_page = page_of(row_ptr, column + BLOCK_N, reach, page_size, stride_table_page, PAGE_SHIFT)
             if PAGE_SHIFT >= 0:
-                number = column >> PAGE_SHIFT
                 offset = (column & ((1 << PAGE_SHIFT) - 1)).to(tl.int64)
             else:
-                number = column // page_size
                 offset = (column % page_size).to(tl.int64)
-            entry = request.to(tl.int64) * stride_table + number.to(tl.int64) * stride_table_page
-            page = tl.load(table_ptr + entry, mask=inside, other=0).to(tl.int64)
             place = (page * stride_page + offset * stride_k)[:, None] + dim.to(tl.int64)[None, :] * stride_k_dim
             keys = tl.load(k_ptr + place, mask=inside[:, None] & (dim[None, :] < DIM), other=0.0)
             keys = operand(keys, COMPUTE)
@@ -325,11 +346,7 @@ def score_decode_kernel(
                         stride_weights_head, HEADS, DIM, BLOCK_H, BLOCK_D, COMPUTE,
                     )  # fmt: skip
                     scores = tl.sum(weigh(keys, queries, weights, COMPUTE, 1, BLOCK_H), 1) * scale
-                if PER_ROW:
-                    row_end = tl.load(end_ptr + row * stride_end)
-                else:
-                    row_end = tl.load(end_ptr + request.to(tl.int64) * stride_end) - NEXT_N + turn + 1
-                tl.store(out_ptr + row * stride_out + column, scores, mask=inside & (column < row_end))
+                tl.store(out_ptr + row * stride_out + column, scores, mask=inside & (column < row_ends[turn]))
         begin = before + last
         before += tiles
         request += 1

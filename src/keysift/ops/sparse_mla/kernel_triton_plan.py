@@ -28,6 +28,8 @@ LEAST_SHARED = 48 << 10
 #: Chips that multiply blocks of 64 rows from shared memory, which leaves the registers to the sums: columns of a chunk
 #: that need fewest registers, and tiles that Triton keeps at a time.
 WIDE = {"sm_90": (256, 2), "sm_100": (512, 4), "sm_103": (512, 4)}
+#: Selected latents at a time, the first that fit: on an H200 tiles of 64 take 0.6 to 0.8 of the time of 32.
+TILES = {"sm_90": [64, 32, 16]}
 FP8_CHIPS = ("sm_89", "sm_90", "sm_10", "sm_12", "gfx95", "gfx12")
 #: What starting a part and joining it costs, in tiles.
 PART_COST = 2
@@ -83,7 +85,7 @@ def plan(
     elif is_amd:
         most, tiles = 32, [32, 16]
     else:
-        most, tiles = (64 if wide and columns <= 640 else 32), [32, 16]
+        most, tiles = (64 if wide and columns <= 640 else 32), TILES.get(device.arch, [32, 16])
     most = min(most, max(16, power_of_two(heads)))
     for block_h in (size for size in (64, 32, 16) if size <= most):
         for tile in tiles:
