@@ -221,12 +221,14 @@ def _deep_gemm(calls: Sequence[Call]) -> Variant:
             return
         plan = plans[i]
         call.out = deep_gemm.fp8_paged_mqa_logits(
-            call.q[:, None], call.keys[:, :, None], call.weights, call.ends, call.table, plan, call.out.shape[1]
-        )
+            call.q[:, None], call.keys[:, :, None], call.weights, lengths[i], call.table, plan, call.out.shape[1],
+            clean_logits=False,
+        )  # fmt: skip
 
+    lengths = [call.ends[:, None] for call in calls]  # [B, next_n]
     plans = [
-        None if call.table is None else deep_gemm.get_paged_mqa_logits_metadata(call.ends, PAGE_SIZE, processors)
-        for call in calls
+        None if call.table is None else deep_gemm.get_paged_mqa_logits_metadata(length, PAGE_SIZE, processors)
+        for call, length in zip(calls, lengths, strict=True)
     ]
     return Variant("deep_gemm", launch)
 
