@@ -1,6 +1,5 @@
 """Stand-ins for packages of kernels: they refuse what those refuse, and answer in torch what those answer."""
 
-import dataclasses
 import types
 
 import torch
@@ -62,15 +61,12 @@ class DeepGemm(types.ModuleType):
 class FlashMLA(types.ModuleType):
     """flash_mla: of a token without any valid index, lse is +inf, as that package gives it."""
 
-    @dataclasses.dataclass
-    class FlashMLASchedMeta:
-        """Empty until a call has used it."""
-
-        used: bool = False
-
     def __init__(self):
         super().__init__("flash_mla")
         self.seen = []
+
+    def get_mla_metadata(self):
+        return types.SimpleNamespace(used=False), None
 
     def flash_mla_with_kvcache(
         self, q, cache, block_table, lengths, value_dim, plan, *, softmax_scale, indices, attn_sink, use_legacy
