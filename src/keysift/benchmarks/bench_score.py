@@ -13,7 +13,7 @@ import torch
 
 from keysift import dispatch
 from keysift.benchmarks import floor
-from keysift.benchmarks.harness import Clock, Time, Variant, clock_of, run_cases
+from keysift.benchmarks.harness import Clock, Time, Variant, clock_of, rates, run_cases, sampled, time_right
 from keysift.layout import FP8, IndexLayout
 from keysift.ops.cache import write_index_cache
 from keysift.ops.score import api, index_scores, paged_index_scores
@@ -24,7 +24,6 @@ PAGE_SIZE = 64
 SEED = 20
 #: Inputs in rotation, and the bytes that they and their results may take.
 INPUTS, BYTES = 8, {"cpu": 256 << 20, "cuda": 24 << 30}
-SAMPLED_ROWS = 8
 #: Microseconds of DeepGEMM 2.5 on an H200, recorded 2026-12-01 with CUDA-graph replays, cold.
 DEEP_GEMM_H200 = {
     "prefill-2048x8192-h64-e4m3fn": 246.0, "prefill-2048x32768-h64-e4m3fn": 1028.0,
@@ -180,19 +179,17 @@ def run_case(case: Case, clock: Clock, kernels: Sequence[str]) -> Entry:
     keys = first.keys if first.layout is None else first.layout.views(first.keys)[0]
     problem = api._problem(first.q, keys, first.table, first.out)  # noqa: SLF001 - the call's own facts
     chosen = dispatch.choose("score", api.KERNELS, problem).name
-    variants = {name: _ours(name, calls) for name in kernels or (chosen,)}
+    variants = [_ours(name, calls) for name in kernels or (chosen,)]
     if device.type == "cuda" and importlib.util.find_spec("deep_gemm") and case.dtype in FP8:
-        variants["deep_gemm"] = _deep_gemm(calls)
-    found = {name: _check(case, calls, clock, variant) for name, variant in variants.items()}
-    right = [variant for name, variant in variants.items() if found[name] is None]
+        variants.append(_deep_gemm(calls))
     way = _floor(case, calls, clock)
-    times = clock.measure([*right, *([way] if way is not None else [])])
-    results: dict[str, Entry] = {}
-    for name, variant in variants.items():
-        fault = found[name]
-        if fault is None and (later := _check(case, calls, clock, variant)) is not None:
-            fault = f"after timing: {later}"
-        results[name] = _entry(case, times[name]) if fault is None else {"checked": False, "fault": fault}
+    results, times = time_right(
+        clock,
+        variants,
+        lambda variant: _check(case, calls, clock, variant),
+        lambda time: _entry(case, time),
+        [] if way is None else [way],
+    )
     entry: Entry = {**asdict(case), "inputs": len(calls), "chosen": chosen}
     entry |= {"read_bytes": case.read_bytes, "operations": case.operations}
     entry["kernels"] = {name: results.pop(name) for name in kernels or (chosen,)}
@@ -252,10 +249,6 @@ def _check(case: Case, calls: Sequence[Call], clock: Clock, variant: Variant) ->
         for number, call in enumerate(calls[: clock.inputs]):
             if problem := _fault(case, call, is_ours=variant.name != "deep_gemm"):
                 return f"input {number}: {problem}"
-    except torch.OutOfMemoryError:
-        raise
-    except Exception as error:  # noqa: BLE001 - of any kernel or peer: it goes into the record and sets the exit code
-        return f"{type(error).__name__}: {error}"
     finally:
         for call, out in zip(calls, own, strict=True):
             call.out = out
@@ -278,12 +271,6 @@ def _fault(case: Case, call: Call, *, is_ours: bool) -> str | None:
     return None
 
 
-def sampled(rows: int) -> list[int]:
-    """The rows that are looked at, spread from the first to the last."""
-    found: list[int] = torch.linspace(0, rows - 1, min(rows, SAMPLED_ROWS)).long().tolist()
-    return found
-
-
 def _keys(call: Call, row: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
     """The keys and scales that a row looks at, float64."""
     if call.table is None or call.layout is None:
@@ -298,10 +285,4 @@ def _keys(call: Call, row: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _entry(case: Case, time: Time) -> Entry:
-    us = max(time.us, 1e-3)
-    return {
-        **asdict(time),
-        "gbps": round(case.read_bytes / us / 1e3, 2),
-        "tflops": round(case.operations / us / 1e6, 3),
-        "checked": True,
-    }
+    return rates(time, case.read_bytes, case.operations)
