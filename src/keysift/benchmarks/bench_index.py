@@ -102,7 +102,7 @@ def _decode(case: Case, clock: Clock) -> Entry:
 
     variants = [
         Variant("index", whole),
-        Variant("score", lambda i: calls[i].launch(None)),
+        Variant("score", lambda i: calls[i].launch(None, calls[i].out)),
         Variant(
             "select", lambda i: select_decode(calls[i].out, case.topk, calls[i].ends, 1, outs[i], workspace=scratch)
         ),
