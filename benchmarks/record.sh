@@ -32,6 +32,7 @@ step_select() {
 step_warm() { timed select select-warm --mode warm; }
 step_producer() { timed select select-producer --mode producer; }
 step_score() { timed score score; }
+step_mla() { timed sparse_mla sparse-mla; }
 step_index() { timed index index; }
 step_tpot() {
     if [ "$device" = cuda ]; then
@@ -42,8 +43,8 @@ step_tpot() {
 }
 step_demo() { keysift demo --device "$device" --context 8192 --png "$out/demo-$name.png" --json "$out/demo-$name.json"; }
 
-all=(tests check select warm producer score index tpot demo)
-[ "$device" = cuda ] || all=(check select score index tpot demo)
+all=(tests check select warm producer score mla index tpot demo)
+[ "$device" = cuda ] || all=(check select score mla index tpot demo)
 failed=()
 for step in "${@:-${all[@]}}"; do
     echo "== $step"

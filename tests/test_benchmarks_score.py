@@ -1,12 +1,15 @@
 """`keysift bench score` and `index`: what is wrong gets no time, and the record says what was timed."""
 
+import sys
+
 import pytest
 import torch
 from typer.testing import CliRunner
 
 from keysift import dispatch, indexer
-from keysift.benchmarks import app, bench_index, bench_score, record
+from keysift.benchmarks import app, bench_index, bench_score, harness, record
 from keysift.ops.score import reference
+from packages import DeepGemm
 
 CPU = torch.device("cpu")
 runner = CliRunner()
@@ -132,3 +135,13 @@ def test_options_that_do_not_fit(arguments, message):
     done = runner.invoke(app, arguments)
     assert done.exit_code == 2
     assert message in " ".join(done.output.replace("│", " ").split())
+
+
+@pytest.mark.parametrize("phase", ["decode", "prefill"])
+def test_deep_gemm_is_called_as_it_wants_to_be(monkeypatch, phase):
+    monkeypatch.setitem(sys.modules, "deep_gemm", DeepGemm())
+    case = bench_score.Case(phase, 3, 150, 4, 16, "e4m3fn")
+    calls = [bench_score.build(case, CPU, 0)]
+    clock = harness.CpuClock("cold", 0.01)
+    assert bench_score._check(case, calls, clock, bench_score._deep_gemm(calls)) is None
+    assert sys.modules["deep_gemm"].seen == [phase]

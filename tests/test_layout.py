@@ -42,10 +42,13 @@ LONGER = {
         385,
         "three public forms of one operation, each with its docstring, and what each of four kernels needs",
     ),
-    "src/keysift/benchmarks/__init__.py": (130, "the options of `keysift bench`, one a line"),
+    "src/keysift/benchmarks/__init__.py": (160, "the options of `keysift bench`, one a line"),
     "src/keysift/testing/__init__.py": (50, "the names of five kits"),
     "src/keysift/ops/cache/api.py": (325, "five public functions, each with its docstring"),
-    "src/keysift/ops/sparse_mla/api.py": (360, "four public functions, each with its docstring, and two operators"),
+    "src/keysift/ops/sparse_mla/api.py": (
+        410,
+        "four public functions, each with its docstring, two operators, and what a kernel of another package needs",
+    ),
 }
 ALL_OF_SRC = 14500  # grows with each stage's kernels
 PUBLIC_NAMES = 22  # every stage's functions, the two layouts, and what joins stages
@@ -131,7 +134,9 @@ def test_every_stage_folder_has_the_same_files():
         always = {"__init__.py", "api.py", "checks.py", "kernel_cpu.py", "reference.py"}
         assert always <= files, f"{stage} lacks {sorted(always - files)}"
         strange = {
-            name for name in files - always if not re.fullmatch(r"kernel_(cpu|cuda|triton|hip)(_\w+)?\.\w+", name)
+            name
+            for name in files - always
+            if not re.fullmatch(r"kernel_(cpu|cuda|triton|hip|flash_mla|deep_gemm)(_\w+)?\.\w+", name)
         }
         assert not strange, f"{stage} has {sorted(strange)}"
     assert not (OPS / "__init__.py").read_text(), "a stage's function and its package share a name, so ops stays empty"
@@ -149,8 +154,10 @@ def test_every_stage_follows_the_pattern(stage):
         assert path.parent == OPS / stage
         assert function in functions, f"{kernel.entry} does not exist"
         assert path.stem in ("reference", f"kernel_{kernel.name}"), "a kernel is called like its file"
-    files = {path.stem.split("_")[1] for path in (OPS / stage).glob("kernel_*.py")}
-    assert files == {kernel.name for kernel in api.KERNELS} - {"reference"}, "every kernel file stands in the table"
+    files = {path.stem for path in (OPS / stage).glob("kernel_*.py")}
+    for name in {kernel.name for kernel in api.KERNELS} - {"reference"}:
+        files -= {file for file in files if re.fullmatch(rf"kernel_{name}(_\w+)?", file)}
+    assert not files, "every kernel file stands in the table"
     public = importlib.import_module(f"keysift.ops.{stage}").__all__
     for name in public:
         documented = getattr(api, name).__doc__ or ""

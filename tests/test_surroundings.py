@@ -188,6 +188,7 @@ def test_what_stands_behind_the_last_index_costs_nothing_and_changes_nothing():
     [
         (lambda: keysift.LatentLayout(rope_dim=1.5), TypeError, "rope_dim is 1.5"),
         (lambda: keysift.LatentLayout(page_stride="x"), TypeError, "page_stride is 'x'"),
+        (lambda: keysift.LatentLayout(scale="e8m0"), ValueError, "scale is 'e8m0'"),
         (lambda: keysift.IndexLayout(page_stride=0), ValueError, "page_stride is 0"),
         (
             lambda: keysift.select(SCORES, 3, page_table=OUT, page_size=2**63),

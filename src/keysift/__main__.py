@@ -118,6 +118,7 @@ def explain_sparse_mla(
     value_dim: Annotated[int, typer.Option(min=1, help="Latent part.")] = 512,
     dtype: Annotated[Float, typer.Option(help="Queries.")] = "bfloat16",
     kv_dtype: Annotated[Literal[Float, "float8_e4m3fn"], typer.Option(help="Latents.")] = "bfloat16",
+    scale: Annotated[Literal["float32", "ue8m0"], typer.Option(help="Of fp8 latents.")] = "float32",
     device: Device = "cpu",
 ) -> None:
     """Attention over the selected latents."""
@@ -125,8 +126,9 @@ def explain_sparse_mla(
 
     scaled = value_dim if kv_dtype == "float8_e4m3fn" else 0
     problem = api.Problem(
-        _device(device), _dtype(dtype), _dtype(kv_dtype), rows, heads, dim, value_dim, k, latent_dim=scaled
-    )
+        _device(device), _dtype(dtype), _dtype(kv_dtype), rows, heads, dim, value_dim, k, latent_dim=scaled,
+        power_of_two=scale == "ue8m0",
+    )  # fmt: skip
     call = f"{rows} rows, {heads} heads, k = {k}, {dim} -> {value_dim}, {dtype} x {kv_dtype}"
     _explain("sparse_mla", api.KERNELS, problem, call)
 

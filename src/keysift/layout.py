@@ -46,8 +46,7 @@ class IndexLayout:
         _check_format(self.format, (*FP8, *PLAIN))
         check_positive(page_size=self.page_size, head_dim=self.head_dim)
         _check_stride(self.page_stride)
-        if self.scale not in SCALES:
-            raise ValueError(f"scale is {self.scale!r}; it may be {', '.join(map(repr, SCALES))}")
+        _check_scale(self.scale)
         if self.is_fp8 and self.head_dim % 4:
             raise ValueError(f"head_dim is {self.head_dim}; an fp8 page needs a multiple of 4, or its scales lie askew")
 
@@ -93,9 +92,11 @@ class LatentLayout:
     page_size    tokens per page
     value_dim    of the latent, 512 in V3.2 and GLM-5; a multiple of 128 for "e4m3fn"
     rope_dim     of the rotary part, 64
+    scale        of the fp8 format: "float32", or "ue8m0", rounded up to a power of two: a value times that has the few
+                 digits of fp8, so that bfloat16 holds it
     page_stride  elements from one page to the next; None: whatever the cache has
 
-    Raises ValueError for a format or size that does not exist.
+    Raises ValueError for a format, size or scale that does not exist.
 
     >>> LatentLayout("e4m3fn").width, LatentLayout("bfloat16").width
     (656, 576)
@@ -105,12 +106,14 @@ class LatentLayout:
     page_size: int = 64
     value_dim: int = 512
     rope_dim: int = 64
+    scale: str = "float32"
     page_stride: int | None = None
 
     def __post_init__(self) -> None:
         _check_format(self.format, ("e4m3fn", *PLAIN))
         check_positive(page_size=self.page_size, value_dim=self.value_dim)
         _check_stride(self.page_stride)
+        _check_scale(self.scale)
         if isinstance(self.rope_dim, bool) or not isinstance(self.rope_dim, int):
             raise TypeError(f"rope_dim is {self.rope_dim!r}; it must be an int")
         if self.rope_dim < 0:
@@ -171,6 +174,11 @@ def take(values: torch.Tensor, *index: torch.Tensor) -> torch.Tensor:
 def _check_format(format: str, known: tuple[str, ...]) -> None:
     if format not in known:
         raise ValueError(f"format is {format!r}; it may be {', '.join(map(repr, known))}")
+
+
+def _check_scale(scale: str) -> None:
+    if scale not in SCALES:
+        raise ValueError(f"scale is {scale!r}; it may be {', '.join(map(repr, SCALES))}")
 
 
 def _check_stride(page_stride: int | None) -> None:

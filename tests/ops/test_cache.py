@@ -166,6 +166,17 @@ def test_ue8m0_rounds_up_to_a_power_of_two(format):
     assert scales.tolist() == [1.0, 2.0, 0.5, float(least)]
 
 
+@pytest.mark.parametrize("kernel", ["cpu", "reference"])
+def test_latents_of_ue8m0_are_bfloat16_without_rounding(kernel):
+    layout = LatentLayout("e4m3fn", 4, 256, 8, scale="ue8m0")
+    cache = layout.empty(1)
+    write_latent_cache(torch.randn(4, 264), cache, torch.arange(4), layout, kernel=kernel)
+    scales = layout.views(cache)[1]
+    assert torch.equal(scales.log2(), scales.log2().round())
+    exact = gather_latent_cache(cache, torch.arange(4), layout, dtype=torch.float32)
+    assert torch.equal(exact, exact.bfloat16().float())
+
+
 @each_kernel
 def test_a_tiny_negative_is_plus_zero_in_e4m3fnuz(kernel):
     layout = IndexLayout("e4m3fnuz", 1, 4)
@@ -321,7 +332,7 @@ def test_torchs_own_check_of_each_operator(name):
     table, ends = torch.tensor([[0, 1]]), torch.tensor([0, 6])
     arguments = {
         "write_index": (numbers[:, :8], keys, slots, *index, "ue8m0", None),
-        "write_latent": (numbers, latents, slots, *latent, None),
+        "write_latent": (numbers, latents, slots, *latent, "ue8m0", None),
         # Plain, since the check compares arguments with torch.allclose, which fp8 lacks.
         "gather_index": (torch.zeros(2, 4, 8), table, ends, "float32", 4, 8, torch.zeros(6, 8), None, None),
         "gather_latent": (latents, slots, *latent, torch.zeros(6, 132), None),

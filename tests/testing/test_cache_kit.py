@@ -67,7 +67,7 @@ QUANTIZE = reference.quantize
         (amax_with_infinities, {INDEX, LATENT}),
         (without_a_floor, {INDEX, LATENT}),
         (multiplied_by_the_inverse, {INDEX, LATENT}),
-        (never_a_power_of_two, {INDEX}),
+        (never_a_power_of_two, {INDEX, LATENT}),
         (always_e4m3fn, {INDEX}),
         (half_the_scale, {INDEX, LATENT}),
     ],

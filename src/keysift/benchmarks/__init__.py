@@ -76,6 +76,32 @@ def score(
     bench_score((phase, rows, columns, heads, dtype), tuple(kernel or ()), device, seconds, json, commit)
 
 
+@app.command("sparse_mla")
+def sparse_mla(
+    phase: Annotated[
+        Literal["decode", "prefill"], typer.Option(help="decode: a cache per request; prefill: one for all tokens.")
+    ] = "decode",
+    rows: Annotated[int | None, typer.Option(help="Requests or query tokens; with --columns: one case.")] = None,
+    columns: Annotated[int | None, typer.Option(help="Cached tokens, of each request in decode.")] = None,
+    heads: Annotated[int, typer.Option(min=1, help="Query heads.")] = 128,
+    k: Annotated[int, typer.Option(min=1, help="Latents selected per token.")] = 2048,
+    dtype: Annotated[
+        Literal["e4m3fn", "bfloat16", "float16", "float32"], typer.Option(help="Of the latents.")
+    ] = "bfloat16",
+    kernel: Annotated[
+        list[str] | None, typer.Option(help="A kernel by name; may be repeated. Default: the chosen ones.")
+    ] = None,
+    device: Annotated[Literal["cpu", "cuda"] | None, typer.Option(help="Default: cuda where there is one.")] = None,
+    seconds: Annotated[float, typer.Option(min=0.01, help="Measuring time per case, about.")] = 1.5,
+    json: Annotated[pathlib.Path | None, typer.Option(help="Write the record here, case by case.")] = None,
+    commit: Annotated[str | None, typer.Option(help="The sources' commit, where they are no checkout.")] = None,
+) -> None:
+    """Time attention over the selected latents, checked, beside FlashMLA where it is installed."""
+    from keysift.benchmarks.command import bench_sparse_mla
+
+    bench_sparse_mla((phase, rows, columns, heads, k, dtype), tuple(kernel or ()), device, seconds, json, commit)
+
+
 @app.command()
 def index(
     phase: Annotated[

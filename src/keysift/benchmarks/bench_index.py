@@ -13,7 +13,7 @@ import torch
 
 from keysift import indexer
 from keysift.benchmarks import bench_score
-from keysift.benchmarks.harness import Clock, Time, Variant, clock_of, run_cases
+from keysift.benchmarks.harness import Clock, Time, Variant, clock_of, run_cases, sampled
 from keysift.ops.score import index_scores
 from keysift.ops.select import reference, select_decode, select_workspace_size
 
@@ -102,7 +102,7 @@ def _decode(case: Case, clock: Clock) -> Entry:
 
     variants = [
         Variant("index", whole),
-        Variant("score", lambda i: calls[i].launch(None)),
+        Variant("score", lambda i: calls[i].launch(None, calls[i].out)),
         Variant(
             "select", lambda i: select_decode(calls[i].out, case.topk, calls[i].ends, 1, outs[i], workspace=scratch)
         ),
@@ -112,7 +112,7 @@ def _decode(case: Case, clock: Clock) -> Entry:
         clock.replay(variant)
     fault = None
     for call, out in zip(calls[: clock.inputs], outs, strict=False):
-        for row in bench_score.sampled(case.rows):
+        for row in sampled(case.rows):
             fault = fault or _fault(call.out[row : row + 1], out[row], int(call.ends[row]), case.topk)
     if fault is not None:
         return {"fault": fault}
@@ -144,7 +144,7 @@ def _prefill(case: Case, device: torch.device, seconds: float) -> Entry:
         torch.cuda.synchronize(device)
         held = {"peak_bytes": torch.cuda.max_memory_allocated(device), "arguments_bytes": before}
     one = time.perf_counter() - began
-    for row in bench_score.sampled(case.rows):
+    for row in sampled(case.rows):
         end = int(call.ends[row])
         part = slice(row, row + 1)
         scores = index_scores(call.q[part], call.keys, call.scale, call.weights[part], None, call.ends[part])

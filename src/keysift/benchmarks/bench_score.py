@@ -13,7 +13,7 @@ import torch
 
 from keysift import dispatch
 from keysift.benchmarks import floor
-from keysift.benchmarks.harness import Clock, Time, Variant, clock_of, run_cases
+from keysift.benchmarks.harness import Clock, Time, Variant, clock_of, rates, run_cases, sampled, time_right
 from keysift.layout import FP8, IndexLayout
 from keysift.ops.cache import write_index_cache
 from keysift.ops.score import api, index_scores, paged_index_scores
@@ -24,7 +24,6 @@ PAGE_SIZE = 64
 SEED = 20
 #: Inputs in rotation, and the bytes that they and their results may take.
 INPUTS, BYTES = 8, {"cpu": 256 << 20, "cuda": 24 << 30}
-SAMPLED_ROWS = 8
 #: Microseconds of DeepGEMM 2.5 on an H200, recorded 2026-12-01 with CUDA-graph replays, cold.
 DEEP_GEMM_H200 = {
     "prefill-2048x8192-h64-e4m3fn": 246.0, "prefill-2048x32768-h64-e4m3fn": 1028.0,
@@ -113,14 +112,22 @@ class Call:
     layout: IndexLayout | None
     out: torch.Tensor
 
-    def launch(self, kernel: str | None) -> None:
-        """As a caller does, with everything allocated beforehand."""
+    def launch(self, kernel: str | None, out: torch.Tensor | None) -> None:
+        """As a caller does, with everything allocated beforehand that the kernel lets be."""
         if self.table is None:
-            index_scores(self.q, self.keys, self.scale, self.weights, None, self.ends, out=self.out, kernel=kernel)
-        else:
-            paged_index_scores(
-                self.q, self.keys, self.weights, self.ends, self.table, layout=self.layout, out=self.out, kernel=kernel
+            self.out = index_scores(
+                self.q, self.keys, self.scale, self.weights, None, self.ends, out=out, kernel=kernel
             )
+        else:
+            self.out = paged_index_scores(
+                self.q, self.keys, self.weights, self.ends, self.table, layout=self.layout, out=out, kernel=kernel
+            )
+
+    def lacks(self, kernel: str) -> list[str]:
+        """What a kernel lacks for the call with everything allocated beforehand."""
+        keys = self.keys if self.layout is None else self.layout.views(self.keys)[0]
+        problem = api._problem(self.q, keys, self.table, self.out)  # noqa: SLF001 - the call's own facts
+        return dict(dispatch.explain(api.KERNELS, problem))[kernel]
 
 
 def build(case: Case, device: torch.device, number: int) -> Call:
@@ -180,19 +187,17 @@ def run_case(case: Case, clock: Clock, kernels: Sequence[str]) -> Entry:
     keys = first.keys if first.layout is None else first.layout.views(first.keys)[0]
     problem = api._problem(first.q, keys, first.table, first.out)  # noqa: SLF001 - the call's own facts
     chosen = dispatch.choose("score", api.KERNELS, problem).name
-    variants = {name: _ours(name, calls) for name in kernels or (chosen,)}
+    variants = [_ours(name, calls) for name in kernels or (chosen,)]
     if device.type == "cuda" and importlib.util.find_spec("deep_gemm") and case.dtype in FP8:
-        variants["deep_gemm"] = _deep_gemm(calls)
-    found = {name: _check(case, calls, clock, variant) for name, variant in variants.items()}
-    right = [variant for name, variant in variants.items() if found[name] is None]
+        variants.append(_deep_gemm(calls))
     way = _floor(case, calls, clock)
-    times = clock.measure([*right, *([way] if way is not None else [])])
-    results: dict[str, Entry] = {}
-    for name, variant in variants.items():
-        fault = found[name]
-        if fault is None and (later := _check(case, calls, clock, variant)) is not None:
-            fault = f"after timing: {later}"
-        results[name] = _entry(case, times[name]) if fault is None else {"checked": False, "fault": fault}
+    results, times = time_right(
+        clock,
+        variants,
+        lambda variant: _check(case, calls, clock, variant),
+        lambda time: _entry(case, time),
+        [] if way is None else [way],
+    )
     entry: Entry = {**asdict(case), "inputs": len(calls), "chosen": chosen}
     entry |= {"read_bytes": case.read_bytes, "operations": case.operations}
     entry["kernels"] = {name: results.pop(name) for name in kernels or (chosen,)}
@@ -203,7 +208,8 @@ def run_case(case: Case, clock: Clock, kernels: Sequence[str]) -> Entry:
 
 
 def _ours(name: str, calls: Sequence[Call]) -> Variant:
-    return Variant(name, lambda i: calls[i].launch(name))
+    gives_out = not calls[0].lacks(name)  # a kernel that allocates refuses it; whatever else it lacks, the call says
+    return Variant(name, lambda i: calls[i].launch(name, calls[i].out if gives_out else None))
 
 
 def _deep_gemm(calls: Sequence[Call]) -> Variant:
@@ -221,22 +227,16 @@ def _deep_gemm(calls: Sequence[Call]) -> Variant:
             return
         plan = plans[i]
         call.out = deep_gemm.fp8_paged_mqa_logits(
-            call.q[:, None],
-            call.keys[:, :, None],
-            call.weights,
-            call.ends[:, None],
-            call.table,
-            plan,
-            call.out.shape[1],
-        )
+            call.q[:, None], call.keys[:, :, None], call.weights, lengths[i], call.table, plan, call.out.shape[1],
+            clean_logits=False,
+        )  # fmt: skip
 
+    lengths = [call.ends[:, None] for call in calls]  # [B, next_n]
     plans = [
-        None
-        if call.table is None
-        else deep_gemm.get_paged_mqa_logits_metadata(call.ends[:, None], PAGE_SIZE, processors)
-        for call in calls
+        None if call.table is None else deep_gemm.get_paged_mqa_logits_metadata(length, PAGE_SIZE, processors)
+        for call, length in zip(calls, lengths, strict=True)
     ]
-    return Variant("deep_gemm", launch)
+    return Variant("deep_gemm alone", launch)
 
 
 def _floor(case: Case, calls: Sequence[Call], clock: Clock) -> Variant | None:
@@ -256,20 +256,16 @@ def _check(case: Case, calls: Sequence[Call], clock: Clock, variant: Variant) ->
             call.out.fill_(torch.nan)
         clock.replay(variant)
         for number, call in enumerate(calls[: clock.inputs]):
-            if problem := _fault(case, call, is_ours=variant.name != "deep_gemm"):
+            if problem := _fault(case, call, is_kept=not variant.name.startswith("deep_gemm")):
                 return f"input {number}: {problem}"
-    except torch.OutOfMemoryError:
-        raise
-    except Exception as error:  # noqa: BLE001 - of any kernel or peer: it goes into the record and sets the exit code
-        return f"{type(error).__name__}: {error}"
     finally:
         for call, out in zip(calls, own, strict=True):
             call.out = out
     return None
 
 
-def _fault(case: Case, call: Call, *, is_ours: bool) -> str | None:
-    """Some rows against float64, all their columns; `is_ours`: no cell outside the window may be written."""
+def _fault(case: Case, call: Call, *, is_kept: bool) -> str | None:
+    """Some rows against float64, all their columns; `is_kept`: no cell outside the window may be written."""
     for row in sampled(case.rows):
         end = int(call.ends[row])
         keys, scale = _keys(call, row, end)
@@ -279,15 +275,9 @@ def _fault(case: Case, call: Call, *, is_ours: bool) -> str | None:
         if not bool((off <= allowed).all()):
             worst = float((off / allowed).nan_to_num(nan=torch.inf).max())
             return f"row {row} is {worst:.3g} times as far from float64 as float32 sums may be"
-        if is_ours and not bool(call.out[row, end:].isnan().all()):
+        if is_kept and not bool(call.out[row, end:].isnan().all()):
             return f"row {row}: a cell beyond its end was written"
     return None
-
-
-def sampled(rows: int) -> list[int]:
-    """The rows that are looked at, spread from the first to the last."""
-    found: list[int] = torch.linspace(0, rows - 1, min(rows, SAMPLED_ROWS)).long().tolist()
-    return found
 
 
 def _keys(call: Call, row: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -304,10 +294,4 @@ def _keys(call: Call, row: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _entry(case: Case, time: Time) -> Entry:
-    us = max(time.us, 1e-3)
-    return {
-        **asdict(time),
-        "gbps": round(case.read_bytes / us / 1e3, 2),
-        "tflops": round(case.operations / us / 1e6, 3),
-        "checked": True,
-    }
+    return rates(time, case.read_bytes, case.operations)

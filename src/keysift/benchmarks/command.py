@@ -1,8 +1,9 @@
 """The commands of `keysift bench`: from their options to a table, a record and an exit code."""
 
 import contextlib
+import functools
 import pathlib
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import fields
 from typing import Any
 
@@ -10,18 +11,21 @@ import torch
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
 
 from keysift import dispatch
 from keysift.benchmarks import bench_index as indexing
 from keysift.benchmarks import bench_score as scoring
 from keysift.benchmarks import bench_select as bench
+from keysift.benchmarks import bench_sparse_mla as attending
 from keysift.benchmarks import bench_tpot as tpot
 from keysift.benchmarks import record as records
 from keysift.benchmarks.cases import Case, case_set
-from keysift.benchmarks.report import index_table, score_table, step_table, table
+from keysift.benchmarks.report import index_table, score_table, sparse_mla_table, step_table, table
 from keysift.benchmarks.stack import MODELS
 from keysift.ops.score.api import KERNELS as SCORE_KERNELS
 from keysift.ops.select.api import KERNELS, Problem
+from keysift.ops.sparse_mla.api import KERNELS as SPARSE_MLA_KERNELS
 
 #: What `--against` allows by default: repeats differ by 1.5 % on a GPU (95th percentile); a shared CPU is noisier.
 MARGINS = {"cpu": 0.5, "cuda": 0.1}
@@ -122,12 +126,33 @@ def bench_score(
         if min(rows, columns) < 1 or (phase == "prefill" and rows > columns):
             raise typer.BadParameter("--rows and --columns must be at least 1; a prefill has no more rows than keys")
         cases = [scoring.Case(phase, rows, columns, heads, dtype=dtype)]
-    record, console = records.new(device, "cold", commit, "score"), _console()
-    with _cases_done(record, [case.name for case in cases], json, console) as done:
-        scoring.run(cases, device, kernels=kernels, seconds=seconds, done=done)
-    console.print(score_table(record))
-    if _faults(record, json, console):
-        raise typer.Exit(1)
+    record = records.new(device, "cold", commit, "score")
+    _time(record, cases, functools.partial(scoring.run, kernels=kernels, seconds=seconds), device, score_table, json)
+
+
+def bench_sparse_mla(
+    shape: tuple[str, int | None, int | None, int, int, str],
+    kernels: tuple[str, ...],
+    device_name: str | None,
+    seconds: float,
+    json: pathlib.Path | None,
+    commit: str | None,
+) -> None:
+    """Exits 1 where a kernel of ours gave a wrong result; 2 for options that do not fit."""
+    _check_writable(json)
+    device = _device(device_name)
+    for name in kernels:
+        _one_of("--kernel", name, [kernel.name for kernel in SPARSE_MLA_KERNELS])
+    phase, rows, columns, heads, k, dtype = shape
+    cases = attending.case_set(device)
+    if rows is not None or columns is not None:
+        if rows is None or columns is None:
+            raise typer.BadParameter("--rows and --columns go together")
+        if rows < 1 or k > columns:
+            raise typer.BadParameter("--rows must be at least 1, and --columns at least --k, of which all are selected")
+        cases = [attending.Case(phase, rows, columns, heads, k, dtype)]
+    record, run = records.new(device, "cold", commit, "sparse_mla"), functools.partial(attending.run, kernels=kernels)
+    _time(record, cases, functools.partial(run, seconds=seconds), device, sparse_mla_table, json)
 
 
 def bench_index(
@@ -150,10 +175,23 @@ def bench_index(
             raise typer.BadParameter("--rows and the keys that it leaves must be at least 1")
         own = ratio if phase == "prefill" else 1
         cases = [indexing.Case(phase, rows, keys, k, heads, dtype=dtype, ratio=own, memory_budget=memory_budget)]
-    record, console = records.new(device, "cold", commit, "index"), _console()
+    record = records.new(device, "cold", commit, "index")
+    _time(record, cases, functools.partial(indexing.run, seconds=seconds), device, index_table, json)
+
+
+def _time(
+    record: records.Record,
+    cases: Sequence[Any],
+    run: Callable[..., object],
+    device: torch.device,
+    table_of: Callable[[records.Record], Table],
+    json: pathlib.Path | None,
+) -> None:
+    """Run the cases into the record and print it; exits 1 where a kernel of ours was wrong."""
+    console = _console()
     with _cases_done(record, [case.name for case in cases], json, console) as done:
-        indexing.run(cases, device, seconds=seconds, done=done)
-    console.print(index_table(record))
+        run(cases, device, done=done)
+    console.print(table_of(record))
     if _faults(record, json, console):
         raise typer.Exit(1)
 

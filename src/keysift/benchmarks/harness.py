@@ -281,5 +281,55 @@ def run_cases(
     return entries
 
 
+def time_right(
+    clock: Clock,
+    variants: Sequence[Variant],
+    check: Callable[[Variant], str | None],
+    entry: Callable[[Time], dict[str, Any]],
+    beside: Sequence[Variant] = (),
+) -> tuple[dict[str, dict[str, Any]], dict[str, Time]]:
+    """Time what `check` finds right before and after; return the entries by name, and all times.
+
+    check   runs a variant over poison and says what is wrong with its results, or None; what it raises is wrong too
+    entry   what a record says of a time; a variant that is wrong gets its fault instead
+    beside  timed with them, and not checked here
+    """
+    found = {variant.name: _looked_at(check, variant) for variant in variants}
+    times = clock.measure([*(variant for variant in variants if found[variant.name] is None), *beside])
+    results: dict[str, dict[str, Any]] = {}
+    for variant in variants:
+        fault = found[variant.name]
+        if fault is None and (later := _looked_at(check, variant)) is not None:
+            fault = f"after timing: {later}"
+        results[variant.name] = entry(times[variant.name]) if fault is None else {"checked": False, "fault": fault}
+    return results, times
+
+
+def _looked_at(check: Callable[[Variant], str | None], variant: Variant) -> str | None:
+    try:
+        return check(variant)
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # noqa: BLE001 - of any kernel or peer: it goes into the record and sets the exit code
+        return f"{type(error).__name__}: {error}"
+
+
+def rates(time: Time, read_bytes: int, operations: int) -> dict[str, Any]:
+    """A time as an entry of a record, with what it means in bytes and operations."""
+    us = max(time.us, 1e-3)
+    return {
+        **asdict(time),
+        "gbps": round(read_bytes / us / 1e3, 2),
+        "tflops": round(operations / us / 1e6, 3),
+        "checked": True,
+    }
+
+
+def sampled(rows: int, most: int = 8) -> list[int]:
+    """The rows that are looked at, spread from the first to the last."""
+    found: list[int] = torch.linspace(0, rows - 1, min(rows, most)).long().tolist()
+    return found
+
+
 def _rounds(seconds: float, one_round: float, least: int, most: int) -> int:
     return max(least, min(most, int(seconds / max(one_round, 1e-6))))

@@ -18,7 +18,16 @@ import torch
 import keysift
 
 SCHEMA = 1
-PACKAGES = ("torch", "triton", "numba", "numpy", "cuda-core", "flashinfer-python", "tokenspeed-deepgemm")
+PACKAGES = (
+    "torch",
+    "triton",
+    "numba",
+    "numpy",
+    "cuda-core",
+    "flashinfer-python",
+    "tokenspeed-deepgemm",
+    "sgl-flash-mla",
+)
 Record = dict[str, Any]
 
 
@@ -26,6 +35,7 @@ Record = dict[str, Any]
 UNITS = {
     "select": "microseconds of one launch: median, 20th and 80th percentile",
     "score": "microseconds of one launch: median, 20th and 80th percentile",
+    "sparse_mla": "microseconds of one launch: median, 20th and 80th percentile",
     "index": "microseconds of one call: median, 20th and 80th percentile; bytes",
     "tpot": "milliseconds of one step of the stack: median, 20th and 80th percentile; stages: median",
 }

@@ -6,6 +6,7 @@ from rich import box
 from rich.table import Table
 
 from keysift.benchmarks.bench_score import DEEP_GEMM_H200
+from keysift.benchmarks.bench_sparse_mla import FLASH_MLA_H200
 from keysift.benchmarks.record import Record, peers_of
 
 
@@ -49,15 +50,24 @@ def table(record: Record) -> Table:
 
 def score_table(record: Record) -> Table:
     """One line per case and kernel of score, ours and others', beside the read floor and DeepGEMM's recorded time."""
-    made = _table(
-        f"score, {record['mode']}, {record['device']}",
-        "us: median (p20-p80). x floor: over reading the keys once. deep_gemm: its recorded time over ours.",
-    )
+    caption = "us: median (p20-p80). x floor: over reading the keys once. deep_gemm: its recorded time over this one."
+    return _rates(record, caption, "deep_gemm", DEEP_GEMM_H200)
+
+
+def sparse_mla_table(record: Record) -> Table:
+    """One line per case and kernel of sparse_mla, ours and FlashMLA's own call, beside what is recorded of that."""
+    caption = "us: median (p20-p80). GB/s: each selected latent once. flash_mla: its recorded time over this one."
+    return _rates(record, caption, "flash_mla", FLASH_MLA_H200)
+
+
+def _rates(record: Record, caption: str, peer: str, recorded_h200: dict[str, float]) -> Table:
+    made = _table(f"{record['stage']}, {record['mode']}, {record['device']}", caption)
     for heading in ("case", "kernel"):
         made.add_column(heading, no_wrap=True)
-    for heading in ("us", "GB/s", "TFLOP/s", "x floor", "deep_gemm"):
+    has_floor = any("floor" in entry for entry in record["cases"].values())
+    for heading in ("us", "GB/s", "TFLOP/s", *(["x floor"] if has_floor else []), peer):
         made.add_column(heading, justify="right")
-    recorded = DEEP_GEMM_H200 if record["device"] == "NVIDIA H200" else {}
+    recorded = recorded_h200 if record["device"] == "NVIDIA H200" else {}
     for name, entry in record["cases"].items():
         if "fault" in entry:
             made.add_row(name, "", f"[red]no time: {entry['fault']}")
@@ -72,7 +82,7 @@ def score_table(record: Record) -> Table:
                 f"{found['us']:.1f} ({found['p20_us']:.1f}-{found['p80_us']:.1f})",
                 f"{found['gbps']:.0f}",
                 f"{found['tflops']:.2f}",
-                f"{found['us'] / floor['us']:.2f}" if floor else "-",
+                *([f"{found['us'] / floor['us']:.2f}" if floor else "-"] if has_floor else []),
                 f"{recorded[name] / found['us']:.2f}" if name in recorded else "-",
             )
     return made

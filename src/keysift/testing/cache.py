@@ -42,7 +42,7 @@ def cases() -> list[tuple[Layout, torch.dtype]]:
         *((LatentLayout("e4m3fn", 2, 128, 6), dtype) for dtype in FLOATS),
         *((LatentLayout(name, 3, 6, 3), dtype) for name, dtype in plain),
         (LatentLayout("e4m3fn", 5, 256, 0), torch.bfloat16),
-        (LatentLayout("e4m3fn", 64), torch.bfloat16),
+        *((LatentLayout("e4m3fn", 64, scale=scale), torch.bfloat16) for scale in ("float32", "ue8m0")),
     ]
 
 
@@ -242,8 +242,7 @@ def _written(layout: Layout, pages: int, fill: int, x: torch.Tensor, slots: torc
         else:
             values = token if isinstance(layout, IndexLayout) else token[: layout.value_dim]
             tile = TILE if isinstance(layout, LatentLayout) else len(values)
-            kind = layout.scale if isinstance(layout, IndexLayout) else "float32"
-            made = [_fp8(part.float().numpy(), layout.format, kind) for part in values.split(tile)]
+            made = [_fp8(part.float().numpy(), layout.format, layout.scale) for part in values.split(tile)]
             scale = np.array([scale for _, scale in made], np.float32).view(np.uint8)
             rope = _rounded(token[len(values) :], torch.bfloat16).view(torch.uint8).numpy()
             parts = [(first, np.concatenate([code for code, _ in made])), (scales, scale)]

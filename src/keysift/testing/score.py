@@ -7,7 +7,7 @@ import torch
 
 from keysift import dispatch
 from keysift.layout import FP8, IndexLayout
-from keysift.ops.score import api, index_scores, paged_index_scores
+from keysift.ops.score import api, checks, index_scores, paged_index_scores
 
 from .report import Line, Report, same
 
@@ -38,6 +38,7 @@ class Scoring:
     page_size: int = 0  # 0: keys in one piece
     next_n: int = 1
     per_row: bool = False  # 2-D lengths
+    gap: int = 4  # bytes between pages, or numbers
 
     @property
     def lines(self) -> list[str]:
@@ -51,6 +52,7 @@ def cases(device: torch.device) -> list[Scoring]:
     fp8 = torch.float8_e4m3fn
     if device.type == "cuda" and torch.version.hip and dispatch.device_of(device).arch.startswith("gfx94"):
         fp8 = torch.float8_e4m3fnuz  # the chip's own
+    wide = replace(pages, heads=64, head_dim=128, q_dtype=fp8, k_dtype=fp8, scaled=True)
     return [
         *(replace(small, q_dtype=dtype, k_dtype=dtype, scaled=dtype != torch.float32) for dtype in FLOATS),
         replace(small, rows=3, q_dtype=torch.bfloat16, k_dtype=fp8, scaled=True),
@@ -60,7 +62,10 @@ def cases(device: torch.device) -> list[Scoring]:
         *(replace(pages, q_dtype=FLOATS[n], k_dtype=FLOATS[n], page_size=(1, 3, 64)[n]) for n in range(3)),
         replace(pages, q_dtype=torch.bfloat16, k_dtype=fp8, scaled=True, next_n=2),
         replace(pages, q_dtype=fp8, k_dtype=fp8, scaled=True, next_n=3, per_row=True, page_size=7),
-        replace(pages, heads=64, head_dim=128, q_dtype=fp8, k_dtype=fp8, scaled=True, page_size=64),
+        replace(wide, page_size=64),
+        # What kernels of other packages take: pages at multiples of 16 bytes.
+        replace(wide, heads=32, page_size=64, next_n=2, per_row=True, gap=16),
+        replace(wide, page_size=64, rows=5, columns=300, gap=16),
     ]
 
 
@@ -124,9 +129,10 @@ def _paged(
     windows = _windows(torch.zeros_like(rows), rows, pages * size)
     name = str(case.k_dtype).removeprefix("torch.").removeprefix("float8_")
     width = case.head_dim + 4 if case.scaled else case.head_dim
-    layout = IndexLayout(name, size, case.head_dim, page_stride=size * width + 4)
-    pool = torch.full((requests * pages * (size * width + 4),), 0x7F if case.scaled else torch.nan, dtype=layout.dtype)
-    cache = pool.as_strided((requests * pages, size, width), (size * width + 4, width, 1))
+    stride = size * width + case.gap
+    layout = IndexLayout(name, size, case.head_dim, page_stride=stride)
+    pool = torch.full((requests * pages * stride,), 0x7F if case.scaled else torch.nan, dtype=layout.dtype)
+    cache = pool.as_strided((requests * pages, size, width), (stride, width, 1))
     values, scale = layout.views(cache)
     table = torch.randperm(requests * pages, generator=generator).view(requests, pages).int()
     numbers = torch.full((requests, pages * size, case.head_dim), torch.nan, dtype=torch.float64)
@@ -165,8 +171,9 @@ def score_kernels(device: torch.device | str = "cpu") -> list[tuple[str, list[st
     >>> dict(score_kernels("cpu"))["reference"]
     []
     """
-    facts = dispatch.device_of(torch.device(device))
-    return dispatch.explain(api.KERNELS, api.Problem(facts, torch.bfloat16, torch.bfloat16, 6, 75, 64, 128, 16))
+    facts, fp8 = dispatch.device_of(torch.device(device)), torch.float8_e4m3fn
+    problems = [api.Problem(facts, dtype, dtype, 6, 75, 64, 128, 64) for dtype in (torch.bfloat16, fp8)]
+    return [(kernel.name, min((kernel.unmet(problem) for problem in problems), key=len)) for kernel in api.KERNELS]
 
 
 def check_score(kernel: str | None = None, device: torch.device | str = "cpu", seed: int = 0) -> Report:
@@ -174,8 +181,9 @@ def check_score(kernel: str | None = None, device: torch.device | str = "cpu", s
 
     Outputs are poisoned and lie inside canaries; keys that no window reaches are NaN, and table entries there name no
     page; each call runs twice, and every row once alone. Numbers are compared with float64, each within what float32
-    sums allow (products of fp8 on a GPU: within what its matrix unit keeps of them). Raises ValueError for a kernel
-    that does not exist or cannot run on `device`.
+    sums allow (products of fp8 on a GPU: within what its matrix unit keeps of them). Cases that the kernel declares it
+    cannot run are counted and left out; one that must not be given `out` gives its own, of which the windows are
+    looked at. Raises ValueError for a kernel that does not exist or cannot run on `device`.
 
     >>> check_score("reference").ok
     True
@@ -184,24 +192,52 @@ def check_score(kernel: str | None = None, device: torch.device | str = "cpu", s
     report.lines = {name: Line(name) for name in LINES}
     for number, case in enumerate(cases(torch.device(device))):
         call = build(case, torch.device(device), seed + number)
+        if unmet(case, call, kernel, may_allocate=True):
+            report.declined += 1
+            continue
         found = dict(_findings(case, call, kernel))
         for name in case.lines:
             report.lines[name].count(found.get(name, ""), f"seed {seed + number}, {case}")
+    if kernel is not None and report.declined == len(cases(torch.device(device))):
+        dispatch.choose("score", api.KERNELS, problem_of(case, call, may_allocate=True), kernel)  # raises
     case = cases(torch.device(device))[0]
     report.lines[REFUSED].count(_refusal(case, build(case, torch.device(device), seed), kernel), str(case))
     return report
 
 
+def problem_of(case: Scoring, call: Call, *, may_allocate: bool) -> api.Problem:
+    """The static facts of the call."""
+    k, table = call.arguments[0], call.arguments[3] if case.page_size else None
+    if case.page_size:
+        k, _ = checks.check_cache(call.q, k, call.options["layout"])  # type: ignore[arg-type]
+    out = call.weights.new_empty(case.rows, call.keys.shape[1])
+    return api._problem(call.q, k, table, out, case.next_n, may_allocate=may_allocate)  # type: ignore[arg-type] # noqa: SLF001
+
+
+def unmet(case: Scoring, call: Call, kernel: str | None, *, may_allocate: bool) -> list[str]:
+    """What a named kernel lacks for the call."""
+    reasons = dispatch.explain(api.KERNELS, problem_of(case, call, may_allocate=may_allocate))
+    return dict(reasons).get(kernel or "", [])
+
+
 def _score(case: Scoring, call: Call, rows: slice, out: torch.Tensor, kernel: str | None) -> None:
     """The scores of some rows, whole requests where keys lie in pages, into `out`."""
+    if unmet(case, call, kernel, may_allocate=False):  # only where it may allocate
+        found = _scored(case, call, rows, None, kernel)
+        for row, (low, high) in enumerate(call.windows[rows]):
+            out[row, low:high] = found[row, low:high]
+        return
+    _scored(case, call, rows, out, kernel)
+
+
+def _scored(case: Scoring, call: Call, rows: slice, out: torch.Tensor | None, kernel: str | None) -> torch.Tensor:
     q, options = call.q[rows], {**call.options, "out": out, "kernel": kernel}
     if not case.page_size:
         k, scale, weights, starts, ends = call.arguments
-        index_scores(q, k, scale, weights[rows], starts[rows], ends[rows], **options)  # type: ignore[arg-type,index]
-        return
+        return index_scores(q, k, scale, weights[rows], starts[rows], ends[rows], **options)  # type: ignore[arg-type,index]
     cache, weights, lengths, table, next_n = call.arguments
     requests = slice(rows.start // case.next_n, rows.stop // case.next_n)
-    paged_index_scores(
+    return paged_index_scores(
         q, cache, weights[rows], lengths[requests], table[requests], next_n, **options  # type: ignore[arg-type,index]
     )  # fmt: skip
 

@@ -6,7 +6,7 @@ import torch
 
 from keysift import dispatch
 from keysift.layout import LatentLayout
-from keysift.ops.sparse_mla import api, combine_partials, sparse_mla, sparse_mla_workspace_size
+from keysift.ops.sparse_mla import api, checks, combine_partials, sparse_mla, sparse_mla_workspace_size
 
 from .report import Line, Report, same
 
@@ -34,6 +34,7 @@ class Attention:
     dtype: torch.dtype = torch.float32
     page_size: int = 0  # 0: latents in one piece; otherwise pages lie apart
     fp8: bool = False
+    power_of_two: bool = False  # the scales of fp8
     holes: str = "none"
     sink: bool = False
     lengths: bool = False
@@ -51,6 +52,8 @@ class Attention:
 def cases() -> list[Attention]:
     """Every dtype and format, odd and even sizes, V3.2's token, every kind of hole."""
     v32 = Attention(1, 16, 576, 512, 70)
+    wide = Attention(2, 64, 576, 512, 128, torch.bfloat16)
+    paged = replace(wide, fp8=True, power_of_two=True, page_size=64)
     small = Attention(3, 3, 24, 16, 40)
     return [
         *(replace(small, dtype=dtype) for dtype in (torch.float32, torch.bfloat16, torch.float16)),
@@ -62,6 +65,13 @@ def cases() -> list[Attention]:
         replace(v32, dtype=torch.bfloat16, page_size=64, holes="some"),
         replace(v32, fp8=True, page_size=64, holes="ends", sink=True, lengths=True),
         replace(v32, fp8=True, dtype=torch.bfloat16, page_size=7),
+        # What kernels of other packages take: 64 or 128 heads, whole tiles of k.
+        replace(wide, holes="some"),
+        replace(wide, holes="all", sink=True, lengths=True),
+        *(replace(paged, holes=holes) for holes in ("some", "all")),
+        replace(
+            wide, fp8=True, power_of_two=True, page_size=64, heads=128, tokens=1, holes="ends", sink=True, lengths=True
+        ),
     ]
 
 
@@ -103,7 +113,8 @@ def build(case: Attention, device: torch.device | str, seed: int) -> Call:
     numbers = torch.full((slots, case.dim), torch.nan, dtype=torch.float64)
     layout = None
     if case.fp8:
-        layout = LatentLayout("e4m3fn", size, case.value_dim, case.dim - case.value_dim)
+        kind = "ue8m0" if case.power_of_two else "float32"
+        layout = LatentLayout("e4m3fn", size, case.value_dim, case.dim - case.value_dim, kind)
         width = layout.width
         pool = torch.full((slots // size, size * width + 16), 0x7F, dtype=torch.uint8)  # NaN in fp8 and in float32
         kv = pool.as_strided((slots // size, size, width), (size * width + 16, width, 1))
@@ -111,7 +122,8 @@ def build(case: Attention, device: torch.device | str, seed: int) -> Call:
         codes, page, offset = values.view(torch.uint8), used // size, used % size
         wide = (latents[:, : case.value_dim] * 100).clamp(-448, 448)  # beyond, some versions of torch make NaN
         codes[page, offset] = wide.to(torch.float8_e4m3fn).view(torch.uint8)
-        scales[page, offset] = torch.rand(len(used), scales.shape[2], generator=generator) / 50
+        factors = torch.rand(len(used), scales.shape[2], generator=generator) / 50
+        scales[page, offset] = factors.log2().ceil().clamp(min=-9).exp2() if case.power_of_two else factors
         rope[page, offset] = latents[:, case.value_dim :].bfloat16()
         wide = scales[page, offset].double().repeat_interleave(128, 1)
         decoded = codes[page, offset].view(torch.float8_e4m3fn).double()
@@ -174,7 +186,7 @@ def sparse_mla_kernels(device: torch.device | str = "cpu") -> list[tuple[str, li
     []
     """
     facts = dispatch.device_of(torch.device(device))
-    problem = api.Problem(facts, torch.bfloat16, torch.bfloat16, 1, 16, 576, 512, 70)
+    problem = api.Problem(facts, torch.bfloat16, torch.bfloat16, 1, 128, 576, 512, 2048)
     return dispatch.explain(api.KERNELS, problem)
 
 
@@ -183,7 +195,8 @@ def check_sparse_mla(kernel: str | None = None, device: torch.device | str = "cp
 
     Outputs are poisoned and lie inside canaries, the workspace has the bytes that are asked for and no more, what is
     not selected is NaN, each call runs twice. The numbers are compared with float64, each within what float32 sums and
-    the dtypes of the call allow. Raises ValueError for a kernel that does not exist or cannot run on `device`.
+    the dtypes of the call allow. Cases that the kernel declares it cannot run are counted and left out. Raises
+    ValueError for a kernel that does not exist or cannot run on `device`.
 
     >>> check_sparse_mla("reference").ok
     True
@@ -192,13 +205,36 @@ def check_sparse_mla(kernel: str | None = None, device: torch.device | str = "cp
     report.lines = {name: Line(name) for name in (FORMULA, INDICES, SINK, PARTS, OUTPUT, REPEAT, REFUSED)}
     for number, case in enumerate(cases()):
         call = build(case, device, seed + number)
+        if _unmet(call, case.value_dim, kernel):
+            report.declined += 1
+            continue
         found = dict(_findings(case, call, kernel))
         for name in case.lines:
             report.lines[name].count(found.get(name, ""), f"seed {seed + number}, {case}")
-    case = replace(cases()[0], k=60, holes="some")
-    report.lines[PARTS].count(_parts(build(case, device, seed), case.value_dim, kernel), f"seed {seed}, {case}")
-    report.lines[REFUSED].count(_refusal(build(case, device, seed), case.value_dim, kernel), str(case))
+    for case in (replace(cases()[0], k=60, holes="some"), *(case for case in cases() if not case.page_size)):
+        call = build(case, device, seed)
+        if not _unmet(call, case.value_dim, kernel):
+            break
+    else:
+        dispatch.choose("sparse_mla", api.KERNELS, _problem(call, case.value_dim, may_allocate=True), kernel)  # raises
+    report.lines[PARTS].count(_parts(call, case.value_dim, kernel), f"seed {seed}, {case}")
+    report.lines[REFUSED].count(_refusal(call, case.value_dim, kernel), str(case))
     return report
+
+
+def _problem(call: Call, value_dim: int, *, may_allocate: bool) -> api.Problem:
+    """The static facts of the call."""
+    is_exact = call.layout is not None and call.layout.scale == "ue8m0"
+    latents, _, rope = checks.check_latents(call.q, call.kv, value_dim, call.layout)
+    return api._problem(  # noqa: SLF001 - the call's own facts
+        call.q, latents, rope, value_dim, call.indices.shape[1], power_of_two=is_exact, may_allocate=may_allocate
+    )
+
+
+def _unmet(call: Call, value_dim: int, kernel: str | None, *, may_allocate: bool = True) -> list[str]:
+    """What a named kernel lacks for the call."""
+    reasons = dispatch.explain(api.KERNELS, _problem(call, value_dim, may_allocate=may_allocate))
+    return dict(reasons).get(kernel or "", [])
 
 
 def _options(call: Call, value_dim: int, kernel: str | None) -> dict[str, object]:
@@ -209,18 +245,20 @@ def _options(call: Call, value_dim: int, kernel: str | None) -> dict[str, object
 
 def _findings(case: Attention, call: Call, kernel: str | None) -> list[tuple[str, str]]:
     """What the case breaks, by line."""
-    options = _options(call, case.value_dim, kernel)
+    options, has_workspace = _options(call, case.value_dim, kernel), not _unmet(
+        call, case.value_dim, kernel, may_allocate=False
+    )  # fmt: skip
     size = sparse_mla_workspace_size(
         call.q, call.kv, case.k, value_dim=case.value_dim, layout=call.layout, kernel=kernel
-    )  # fmt: skip
+    ) if has_workspace else 0  # fmt: skip
     runs = []
     for fill in (torch.nan, 7.0):
         out = call.q.new_full((case.tokens + 2, case.heads, case.value_dim), fill)
         lse = call.q.new_full((case.tokens + 2, case.heads), fill, dtype=torch.float32)
         scratch = torch.full((size + 32,), 0x7F, dtype=torch.uint8, device=call.q.device)
         sparse_mla(
-            call.q, call.kv, call.indices, call.scale, out=out[1:-1], lse=lse[1:-1], workspace=scratch[8 : 8 + size],
-            **options,  # type: ignore[arg-type]
+            call.q, call.kv, call.indices, call.scale, out=out[1:-1], lse=lse[1:-1],
+            workspace=scratch[8 : 8 + size] if has_workspace else None, **options,  # type: ignore[arg-type]
         )  # fmt: skip
         runs.append((out, lse, scratch))
     (out, lse, scratch), (again, lse_again, _) = runs

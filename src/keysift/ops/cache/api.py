@@ -92,7 +92,7 @@ def write_latent_cache(
     layout        the format of the cache
     kernel        a kernel of `keysift explain cache` by name; it runs or raises
 
-    e4m3fn: every 128 values of the latent share a float32 scale, made as that of an index key; the rotary part becomes
+    e4m3fn: every 128 values of the latent share a scale, made as that of an index key; the rotary part becomes
     bfloat16. Numbers that change their dtype are rounded to the nearest, ties to even; a NaN is then the quiet one.
     Raises ValueError or TypeError before anything is written.
 
@@ -110,8 +110,9 @@ def write_latent_cache(
     checks.check_tokens("latent", latent, layout.dim, cache)
     checks.check_slots("slot_mapping", slot_mapping, latent.shape[0], cache)
     torch.ops.keysift.write_latent_cache(
-        latent, cache, slot_mapping, layout.format, layout.page_size, layout.value_dim, layout.rope_dim, kernel
-    )
+        latent, cache, slot_mapping, layout.format, layout.page_size, layout.value_dim, layout.rope_dim, layout.scale,
+        kernel,
+    )  # fmt: skip
 
 
 def gather_index_cache(
@@ -251,11 +252,11 @@ def _write_index(
 
 def _write_latent(
     latent: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor, format: str, page_size: int, value_dim: int,
-    rope_dim: int, kernel: str | None,
+    rope_dim: int, scale: str, kernel: str | None,
 ) -> None:  # fmt: skip
     if dispatch.CHECK_VALUES:
         checks.check_slot_values("slot_mapping", slots, cache)
-    layout = _latent_layout(format, page_size, value_dim, rope_dim)
+    layout = _latent_layout(format, page_size, value_dim, rope_dim, scale)
     _run("write_latent", layout, latent.shape[0], kernel, cache.device, latent, cache, slots, layout)
 
 
@@ -292,7 +293,7 @@ _LIBRARY = torch.library.Library("keysift", "FRAGMENT")
 _INDEX, _LATENT = "str format, int page_size, int head_dim", "str format, int page_size, int value_dim, int rope_dim"
 _OPERATORS = {
     "write_index_cache": (f"Tensor k, Tensor(a!) cache, Tensor slots, {_INDEX}, str scale", _write_index),
-    "write_latent_cache": (f"Tensor latent, Tensor(a!) cache, Tensor slots, {_LATENT}", _write_latent),
+    "write_latent_cache": (f"Tensor latent, Tensor(a!) cache, Tensor slots, {_LATENT}, str scale", _write_latent),
     "gather_index_cache": (
         f"Tensor cache, Tensor block_table, Tensor cu_seqlens, {_INDEX}, Tensor(a!) out, Tensor(b!)? out_scale",
         _gather_index,

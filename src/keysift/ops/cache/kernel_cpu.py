@@ -108,7 +108,7 @@ def _quantize(x: torch.Tensor, layout: IndexLayout | LatentLayout) -> tuple[torc
     """Bytes, and the scale of the last dimension."""
     largest = LARGEST[layout.format]
     scale = x.abs().masked_fill_(~x.isfinite(), 0.0).amax(-1).clamp_(min=FLOOR).div_(largest)
-    if isinstance(layout, IndexLayout) and layout.scale == "ue8m0":
+    if layout.scale == "ue8m0":
         scale = ((scale.view(torch.int32) + 0x7FFFFF) & 0x7F800000).view(torch.float32)
     codes = x.div_(scale.unsqueeze(-1)).clamp_(-largest, largest).to(FP8[layout.format]).view(torch.uint8)
     return codes.masked_fill_(codes & 0x7F == 0x7F, 0x7F), scale  # NaN without its sign

@@ -49,8 +49,8 @@ def _write_latent(latent: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor
         write_fp8_kernel[(latent.shape[0], tiles + (1 if layout.rope_dim else 0))](
             latent, cache, slots, *latent.stride(), cache.stride(0), slots.stride(0), layout.page_size, TILE,
             TOKEN_BYTES=layout.width, SCALES_FIRST=layout.value_dim, SCALES_EACH=layout.width, WIDTH=TILE,
-            LARGEST=LARGEST[layout.format], FLOOR=FLOOR, POWER_OF_TWO=False, FNUZ=layout.format == "e4m3fnuz",
-            ROPE_DIM=layout.rope_dim, num_warps=1,
+            LARGEST=LARGEST[layout.format], FLOOR=FLOOR, POWER_OF_TWO=layout.scale == "ue8m0",
+            FNUZ=layout.format == "e4m3fnuz", ROPE_DIM=layout.rope_dim, num_warps=1,
         )  # fmt: skip
 
 

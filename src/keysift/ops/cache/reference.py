@@ -27,7 +27,7 @@ def write_latent(latent: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor,
         return
     values, scales, rope = layout.views(cache)
     tiles = latent[token, : layout.value_dim].unflatten(1, (-1, TILE))
-    codes, scale = quantize(tiles, layout.format, "float32")
+    codes, scale = quantize(tiles, layout.format, layout.scale)
     _store_fp8(values, page, offset, codes.flatten(1))
     scales[page, offset] = scale
     rope[page, offset] = _as(latent[token, layout.value_dim :], torch.bfloat16)

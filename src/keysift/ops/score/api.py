@@ -23,6 +23,9 @@ class Problem:
     heads: int
     head_dim: int
     page_size: int = 0  # 0: keys in one piece
+    next_n: int = 1
+    is_aligned: bool = True  # every page begins at a multiple of 16 bytes
+    may_allocate: bool = True  # the caller gave no `out`
 
     @property
     def kind(self) -> str:
@@ -40,6 +43,23 @@ def _unmet_triton(problem: Problem) -> list[str]:
     ]
 
 
+def _unmet_deep_gemm(problem: Problem) -> list[str]:
+    p, most = problem, 2 if problem.device.arch == "sm_90" else 64
+    facts = (
+        (p.device.arch in ("sm_90", "sm_100"), f"device is {p.device}, needs cuda:sm_90 or cuda:sm_100"),
+        (p.device.has("deep_gemm"), "the package deep_gemm is not installed"),
+        (p.q_dtype == torch.float8_e4m3fn, f"queries are {p.q_dtype}, needs torch.float8_e4m3fn"),
+        (p.k_dtype == torch.float8_e4m3fn, f"keys are {p.k_dtype}, needs torch.float8_e4m3fn"),
+        (p.heads in (32, 64), f"heads are {p.heads}, needs 32 or 64"),
+        (p.head_dim in (32, 64, 128), f"head size is {p.head_dim}, needs 32, 64 or 128"),
+        (p.page_size in (0, 64), f"pages have {p.page_size} tokens, needs 64"),
+        (p.is_aligned, "pages begin anywhere, needs multiples of 16 bytes"),
+        (p.next_n <= most, f"next_n is {p.next_n}, needs at most {most}"),
+        (p.may_allocate, "out is given, so nothing may be allocated; it allocates its results"),
+    )
+    return [reason for is_met, reason in facts if not is_met]
+
+
 def _unmet_fp8(problem: Problem) -> list[str]:
     """Chips convert and multiply their own fp8 only."""
     arch = problem.device.arch
@@ -55,6 +75,7 @@ def _unmet_fp8(problem: Problem) -> list[str]:
 KERNELS = (
     Kernel("cpu", kernels.unmet_cpu, "keysift.ops.score.kernel_cpu:run"),
     Kernel("triton", _unmet_triton, "keysift.ops.score.kernel_triton:run"),
+    Kernel("deep_gemm", _unmet_deep_gemm, "keysift.ops.score.kernel_deep_gemm:run"),  # its copy takes time too
     Kernel("reference", kernels.unmet_nothing, "keysift.ops.score.reference:run"),
 )
 
@@ -95,13 +116,13 @@ def index_scores(
     checks.check_queries(q, weights)
     checks.check_keys(q, k, k_scale)
     checks.check_windows(q, starts, ends)
-    rows, columns = q.shape[0], k.shape[0]
+    (rows, columns), may_allocate = (q.shape[0], k.shape[0]), out is None
     if dispatch.checks_values():
         checks.check_window_values(columns, starts, ends)
     if out is None:
         out = q.new_empty(rows, columns, dtype=torch.float32)
     checks.check_out(q, out, columns)
-    torch.ops.keysift.score(q, k, k_scale, weights, starts, ends, 1, None, out, kernel)
+    torch.ops.keysift.score(q, k, k_scale, weights, starts, ends, 1, None, out, kernel, may_allocate)
     return out if out.shape[0] == weights.shape[0] else out[: weights.shape[0]]
 
 
@@ -145,7 +166,7 @@ def paged_index_scores(
     """
     checks.check_queries(q, weights)
     k, k_scale = checks.check_cache(q, cache, layout)
-    ends = checks.check_requests(q, seq_lens, block_table, next_n)
+    ends, may_allocate = checks.check_requests(q, seq_lens, block_table, next_n), out is None
     if out is None:
         out = q.new_empty(q.shape[0], block_table.shape[1] * cache.shape[1], dtype=torch.float32)
     checks.check_out(q, out, 0)
@@ -153,14 +174,27 @@ def paged_index_scores(
         checks.check_request_values(
             k, seq_lens, block_table, next_n, min(out.shape[1], block_table.shape[1] * k.shape[1])
         )
-    torch.ops.keysift.score(q, k, k_scale, weights, None, ends, next_n, block_table, out, kernel)
+    torch.ops.keysift.score(q, k, k_scale, weights, None, ends, next_n, block_table, out, kernel, may_allocate)
     return out if out.shape[0] == weights.shape[0] else out[: weights.shape[0]]
 
 
-def _problem(q: torch.Tensor, k: torch.Tensor, block_table: torch.Tensor | None, out: torch.Tensor) -> Problem:
+def _problem(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    block_table: torch.Tensor | None,
+    out: torch.Tensor,
+    next_n: int = 1,
+    *,
+    may_allocate: bool = False,
+) -> Problem:
     columns, page_size = (k.shape[0], 0) if block_table is None else (out.shape[1], k.shape[1])
-    rows, heads, head_dim = q.shape
-    return Problem(dispatch.device_of(q.device), q.dtype, k.dtype, rows, columns, heads, head_dim, page_size)
+    (rows, heads, head_dim), device = q.shape, dispatch.device_of(q.device)
+    # The caching allocator gives multiples of more than 16 bytes, so the place in the storage tells.
+    begins = k.storage_offset() | (k.stride(0) if page_size and k.shape[0] > 1 else 0)
+    is_aligned = not page_size or not begins * k.element_size() % 16
+    return Problem(
+        device, q.dtype, k.dtype, rows, columns, heads, head_dim, page_size, next_n, is_aligned, may_allocate
+    )  # fmt: skip
 
 
 def _score(
@@ -174,9 +208,10 @@ def _score(
     block_table: torch.Tensor | None,
     out: torch.Tensor,
     kernel: str | None,
+    may_allocate: bool = False,
 ) -> None:
     """The operator: choose a kernel from static facts and run it. `ends` holds one length per row or per request."""
-    problem = _problem(q, k, block_table, out)
+    problem = _problem(q, k, block_table, out, next_n, may_allocate=may_allocate)
     chosen = dispatch.choose("score", KERNELS, problem, kernel)
     if problem.rows and problem.columns:
         with kernels.full_precision(q.device):
@@ -190,7 +225,7 @@ def _score_fake(*args: object) -> None:
 _LIBRARY = torch.library.Library("keysift", "FRAGMENT")
 _LIBRARY.define(
     "score(Tensor q, Tensor k, Tensor? k_scale, Tensor weights, Tensor? starts, Tensor? ends, int next_n, "
-    "Tensor? block_table, Tensor(a!) out, str? kernel) -> ()"
+    "Tensor? block_table, Tensor(a!) out, str? kernel, bool may_allocate=False) -> ()"
 )
 _LIBRARY.impl("score", _score, "CompositeExplicitAutograd")
 torch.library.register_fake("keysift::score", _score_fake, lib=_LIBRARY)

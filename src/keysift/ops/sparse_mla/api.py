@@ -27,11 +27,37 @@ class Problem:
     k: int
     column_stride: int = 1  # of kv
     latent_dim: int = 0  # columns of an fp8 latent that have scales, at least value_dim; 0: kv is not fp8
+    page_stride: int = 0  # of kv; 0: a slot is a row, whatever the page size
+    is_aligned: bool = True  # every latent begins at a multiple of 16 bytes
+    power_of_two: bool = False  # the scales of fp8 latents
+    may_allocate: bool = True  # there is no workspace that the call must make do with
 
     @property
     def kind(self) -> str:
         """What the warning about a reference is given once for."""
         return f"{self.dtype} queries on {self.kv_dtype} latents on {self.device}".replace("torch.", "")
+
+
+def _unmet_flash_mla(problem: Problem) -> list[str]:
+    p, is_fp8 = problem, problem.latent_dim > 0
+    tile, sizes = (64 if is_fp8 else 128), (p.dim, p.latent_dim or 512, p.value_dim)
+    facts = (
+        (p.device.arch == "sm_90", f"device is {p.device}, needs cuda:sm_90"),
+        (p.device.has("flash_mla"), "the package flash_mla is not installed"),
+        (p.dtype == torch.bfloat16, f"queries are {p.dtype}, needs torch.bfloat16"),
+        (is_fp8 or p.kv_dtype == torch.bfloat16, f"kv is {p.kv_dtype}, needs torch.bfloat16 or fp8"),
+        (p.heads in (64, 128), f"heads are {p.heads}, needs 64 or 128"),
+        (sizes == (576, 512, 512), f"latents are {p.dim} with values of {p.value_dim}, needs 576 with 512"),
+        (p.k % tile == 0, f"k is {p.k}, needs a multiple of {tile} for this kv"),
+        (p.column_stride == 1, f"column stride of kv is {p.column_stride}, needs 1"),
+        (p.is_aligned, "latents begin anywhere, needs multiples of 16 bytes"),
+        (is_fp8 or p.page_stride == 0, f"pages of bfloat16 are {p.page_stride} elements apart, needs no gaps"),
+        (p.page_stride < 1 << 31, f"pages are {p.page_stride} bytes apart, needs less than 2**31"),
+        # It rounds scales, and latents times their scales, to bfloat16.
+        (not is_fp8 or p.power_of_two, "scales are any float32, needs powers of two: LatentLayout(scale='ue8m0')"),
+        (p.may_allocate, "a workspace is given, so nothing may be allocated; it allocates its results"),
+    )
+    return [reason for is_met, reason in facts if not is_met]
 
 
 def _unmet_triton(problem: Problem) -> list[str]:
@@ -65,6 +91,7 @@ def _workspace_triton(problem: Problem) -> int:
 
 KERNELS = (
     Kernel("cpu", kernels.unmet_cpu, "keysift.ops.sparse_mla.kernel_cpu:run"),
+    Kernel("flash_mla", _unmet_flash_mla, "keysift.ops.sparse_mla.kernel_flash_mla:run"),
     Kernel("triton", _unmet_triton, "keysift.ops.sparse_mla.kernel_triton:run", _workspace_triton),
     Kernel("reference", kernels.unmet_nothing, "keysift.ops.sparse_mla.reference:run"),
 )
@@ -118,7 +145,8 @@ def sparse_mla(
     sink         [heads] float32: a logit beside the selected ones that carries no value; it takes its share of the sum
     topk_length  [T] int32 or int64: how many indices of a row count, from the first on; default all
     out          [>= T, heads, value_dim] of q's dtype; lse  float32 [>= T, heads]; contiguous rows
-    workspace    uint8 [>= sparse_mla_workspace_size(...)], scratch that the call overwrites
+    workspace    uint8 [>= sparse_mla_workspace_size(...)], scratch that the call overwrites; with it and out and lse,
+                 nothing is allocated
     kernel       a kernel of `keysift explain sparse_mla` by name; it runs or raises
 
     Returns (out [T, heads, value_dim], lse [T, heads]): lse is the natural logarithm of the sum of exponentials,
@@ -151,7 +179,10 @@ def sparse_mla(
     checks.check_out(q, "lse", lse, torch.float32, (heads,))
     checks.check_workspace(q, workspace)
     attend = _OPERATOR if dispatch.is_watched(q) else _sparse_mla
-    attend(q, latents, scales, rope, indices, float(scale), sink, topk_length, out, lse, workspace, kernel)
+    attend(
+        q, latents, scales, rope, indices, float(scale), sink, topk_length, out, lse, workspace, kernel,
+        layout is not None and layout.scale == "ue8m0",
+    )  # fmt: skip
     return _first(out, q.shape[0]), _first(lse, q.shape[0])
 
 
@@ -221,7 +252,8 @@ def sparse_mla_workspace_size(
     checks.check_queries(flat)
     latents, _, rope = checks.check_latents(flat, kv, value_dim, layout)
     checks.check_k(k)
-    problem = _problem(flat, latents, rope, value_dim, k)
+    ue8m0 = layout is not None and layout.scale == "ue8m0"
+    problem = _problem(flat, latents, rope, value_dim, k, power_of_two=ue8m0, may_allocate=False)
     return dispatch.choose("sparse_mla", KERNELS, problem, kernel).workspace_size(problem)
 
 
@@ -267,12 +299,29 @@ def _first(tensor: torch.Tensor, tokens: int) -> torch.Tensor:
     return tensor if tensor.shape[0] == tokens else tensor[:tokens]
 
 
-def _problem(q: torch.Tensor, kv: torch.Tensor, rope: torch.Tensor | None, value_dim: int, k: int) -> Problem:
-    rows, heads, dim = q.shape
+def _problem(
+    q: torch.Tensor,
+    kv: torch.Tensor,
+    rope: torch.Tensor | None,
+    value_dim: int,
+    k: int,
+    *,
+    power_of_two: bool,
+    may_allocate: bool,
+) -> Problem:
+    (rows, heads, dim), (page, row, column) = q.shape, kv.stride()
     device = dispatch.device_of(q.device)
-    stride = kv.stride(2) if kv.shape[2] > 1 else 1
     latent_dim = 0 if rope is None else kv.shape[2]
-    return Problem(device, q.dtype, kv.dtype, rows, heads, dim, value_dim, k, stride, latent_dim)
+    if kv.shape[0] < 2 or page == kv.shape[1] * row:
+        page = 0
+    # The caching allocator gives multiples of more than 16 bytes, so the place in the storage tells.
+    offset = 0 if torch.compiler.is_compiling() else kv.storage_offset()  # a trace does not know it
+    is_aligned = not (offset | page | row) * kv.element_size() % 16
+    column = column if kv.shape[2] > 1 else 1
+    return Problem(
+        device, q.dtype, kv.dtype, rows, heads, dim, value_dim, k, column, latent_dim, page, is_aligned, power_of_two,
+        may_allocate,
+    )  # fmt: skip
 
 
 def _sparse_mla(
@@ -288,12 +337,15 @@ def _sparse_mla(
     lse: torch.Tensor,
     workspace: torch.Tensor | None,
     kernel: str | None,
+    power_of_two: bool = False,
 ) -> None:
     """The operator: choose a kernel from static facts and run it.
 
     kv [pages, page_size, D], or fp8 values [pages, page_size, value_dim] beside their scales and rotary parts.
     """
-    problem = _problem(q, kv, rope, out.shape[2], indices.shape[1])
+    problem = _problem(
+        q, kv, rope, out.shape[2], indices.shape[1], power_of_two=power_of_two, may_allocate=workspace is None
+    )
     tokens = problem.rows
     chosen = dispatch.choose("sparse_mla", KERNELS, problem, kernel)
     size = chosen.workspace_size(problem)
@@ -335,7 +387,8 @@ def _fake(*args: object) -> None:
 _LIBRARY = torch.library.Library("keysift", "FRAGMENT")
 _LIBRARY.define(
     "sparse_mla(Tensor q, Tensor kv, Tensor? scales, Tensor? rope, Tensor indices, float scale, Tensor? sink, "
-    "Tensor? topk_length, Tensor(a!) out, Tensor(b!) lse, Tensor(c!)? workspace, str? kernel) -> ()"
+    "Tensor? topk_length, Tensor(a!) out, Tensor(b!) lse, Tensor(c!)? workspace, str? kernel, "
+    "bool power_of_two=False) -> ()"
 )
 _LIBRARY.define("combine_partials(Tensor outs, Tensor lses, Tensor(a!) out, Tensor(b!) lse, str? kernel) -> ()")
 for _name, _function in (("sparse_mla", _sparse_mla), ("combine_partials", _combine_partials)):
