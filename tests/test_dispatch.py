@@ -214,3 +214,10 @@ def test_the_reference_is_the_last_row_and_has_no_constraints():
             problem = api.Problem(device, dtype, 3, 5, 7, column_stride=2)
             assert api.KERNELS[-1].name == "reference"
             assert not api.KERNELS[-1].unmet(problem)
+
+
+def test_a_distribution_is_found_by_its_name():
+    device = dispatch.parse_device("cpu")
+    assert device.has("typing-extensions") or device.has("numpy")
+    assert not device.has("no-such-distribution")
+    assert not dispatch.parse_device("cuda:sm_90").has("typing-extensions")

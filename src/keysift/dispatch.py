@@ -7,6 +7,7 @@ No device value and no exception ever takes part, so a captured graph replays th
 
 import functools
 import importlib
+import importlib.metadata
 import importlib.util
 import os
 import re
@@ -45,7 +46,10 @@ class Device:
     processors: int = 1  # multiprocessors, compute units
 
     def has(self, package: str) -> bool:
-        """True if `package` can be imported here, without importing it; assumed for a device that is only named."""
+        """True if `package` can be imported here, without importing it; assumed for a device that is only named.
+
+        With a hyphen it names a distribution: several bring a module of one name, with other arguments.
+        """
         return package in GPU_PACKAGES if not self.is_local else _is_installed(package)
 
     def __str__(self) -> str:
@@ -139,6 +143,8 @@ def _forced(stage: str) -> str | None:
 
 @functools.cache
 def _is_installed(package: str) -> bool:
+    if "-" in package:
+        return any(importlib.metadata.distributions(name=package))
     try:
         return importlib.util.find_spec(package) is not None
     except ModuleNotFoundError:  # the parent of a dotted name is missing

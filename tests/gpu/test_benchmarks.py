@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from keysift.benchmarks import bench_select, floor, harness
+from keysift.benchmarks import bench_score, bench_select, bench_sparse_mla, floor, harness
 from keysift.benchmarks.cases import Case
 
 pytestmark = pytest.mark.gpu
@@ -47,3 +47,26 @@ def test_ways_to_read_are_tried_in_several_shapes(gpu):
         clock.use(1, 16 * 16384 * 4, None)
         assert floor.fastest(clock, ways) in ways
         assert len(ways) > 1 or torch.version.hip
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        bench_sparse_mla.Case("decode", 3, 1024, 64, 256),
+        bench_sparse_mla.Case("decode", 2, 1024, 16, 100, "bfloat16"),
+        bench_sparse_mla.Case("prefill", 5, 1024, 128, 256, "bfloat16"),
+    ],
+)
+def test_all_that_sparse_mla_is_timed_beside_is_right(gpu, case):
+    entry = bench_sparse_mla.run([case], gpu, seconds=0.05)[case.name]
+    for time in [*entry["kernels"].values(), *entry["others"].values()]:
+        assert time["checked"], time
+        assert time["us"] > 0
+
+
+@pytest.mark.parametrize("phase", ["decode", "prefill"])
+def test_all_that_score_is_timed_beside_is_right(gpu, phase):
+    case = bench_score.Case(phase, 3, 1000)
+    entry = bench_score.run([case], gpu, seconds=0.05)[case.name]
+    for time in [*entry["kernels"].values(), *entry["others"].values()]:
+        assert time["checked"], time

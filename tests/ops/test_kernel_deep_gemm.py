@@ -103,6 +103,7 @@ def test_a_package_that_is_missing_is_named(monkeypatch):
         (FACTS, {"head_dim": 96}, "needs 32, 64 or 128"),
         (PAGED, {"page_size": 16}, "pages have 16 tokens, needs 64"),
         (PAGED, {"is_aligned": False}, "multiples of 16 bytes"),
+        (PAGED, {"rows": 5000}, "at most 4096"),
         (PAGED, {"next_n": 3}, "next_n is 3, needs at most 2"),
         (PAGED, {"may_allocate": False}, "nothing may be allocated"),
     ],

@@ -88,10 +88,10 @@ def test_it_is_chosen_where_it_can_run(installed, facts):
 
 
 def test_a_package_that_is_missing_is_named(monkeypatch):
-    monkeypatch.setattr(dispatch, "_is_installed", lambda package: package != "flash_mla")
-    assert dict(dispatch.explain(api.KERNELS, FACTS))["flash_mla"] == ["the package flash_mla is not installed"]
+    monkeypatch.setattr(dispatch, "_is_installed", lambda package: package != "sgl-flash-mla")
+    assert dict(dispatch.explain(api.KERNELS, FACTS))["flash_mla"] == ["the package sgl-flash-mla is not installed"]
     assert dispatch.choose("sparse_mla", api.KERNELS, FACTS).name == "triton"
-    with pytest.raises(ValueError, match="flash_mla is not installed"):
+    with pytest.raises(ValueError, match="sgl-flash-mla is not installed"):
         dispatch.choose("sparse_mla", api.KERNELS, FACTS, "flash_mla")
 
 

@@ -54,6 +54,7 @@ def _unmet_deep_gemm(problem: Problem) -> list[str]:
         (p.head_dim in (32, 64, 128), f"head size is {p.head_dim}, needs 32, 64 or 128"),
         (p.page_size in (0, 64), f"pages have {p.page_size} tokens, needs 64"),
         (p.is_aligned, "pages begin anywhere, needs multiples of 16 bytes"),
+        (p.page_size == 0 or p.rows <= 4096, f"{p.rows} rows are decoded, needs at most 4096, for its plan"),
         (p.next_n <= most, f"next_n is {p.next_n}, needs at most {most}"),
         (p.may_allocate, "out is given, so nothing may be allocated; it allocates its results"),
     )

@@ -43,7 +43,7 @@ def _unmet_flash_mla(problem: Problem) -> list[str]:
     tile, sizes = (64 if is_fp8 else 128), (p.dim, p.latent_dim or 512, p.value_dim)
     facts = (
         (p.device.arch == "sm_90", f"device is {p.device}, needs cuda:sm_90"),
-        (p.device.has("flash_mla"), "the package flash_mla is not installed"),
+        (p.device.has("sgl-flash-mla"), "the package sgl-flash-mla is not installed"),
         (p.dtype == torch.bfloat16, f"queries are {p.dtype}, needs torch.bfloat16"),
         (is_fp8 or p.kv_dtype == torch.bfloat16, f"kv is {p.kv_dtype}, needs torch.bfloat16 or fp8"),
         (p.heads in (64, 128), f"heads are {p.heads}, needs 64 or 128"),
