@@ -191,10 +191,11 @@ def run_case(case: Case, clock: Clock, kernels: Sequence[str]) -> Entry:
     if device.type == "cuda" and importlib.util.find_spec("deep_gemm") and case.dtype in FP8:
         variants.append(_deep_gemm(calls))
     way = _floor(case, calls, clock)
+    given: dict[str, list[torch.Tensor]] = {}
     results, times = time_right(
         clock,
         variants,
-        lambda variant: _check(case, calls, clock, variant),
+        lambda variant: _check(case, calls, clock, variant, given),
         lambda time: _entry(case, time),
         [] if way is None else [way],
     )
@@ -248,13 +249,19 @@ def _floor(case: Case, calls: Sequence[Call], clock: Clock) -> Variant | None:
     return floor.fastest(clock, floor.ways_to_read(words, ends))
 
 
-def _check(case: Case, calls: Sequence[Call], clock: Clock, variant: Variant) -> str | None:
-    """What is wrong with the scores of `variant`, run once more over poison, or None."""
+def _check(
+    case: Case, calls: Sequence[Call], clock: Clock, variant: Variant, given: dict[str, list[torch.Tensor]]
+) -> str | None:
+    """What is wrong with the scores of `variant`, run once more over poison, or None.
+
+    given  where each variant's scores went: a graph that is replayed writes where it wrote when it was captured
+    """
     own = [call.out for call in calls]
     try:
-        for call in calls:
-            call.out.fill_(torch.nan)
+        for call, out in zip(calls, given.get(variant.name, own), strict=True):
+            call.out = out.fill_(torch.nan)
         clock.replay(variant)
+        given[variant.name] = [call.out for call in calls]
         for number, call in enumerate(calls[: clock.inputs]):
             if problem := _fault(case, call, is_kept=not variant.name.startswith("deep_gemm")):
                 return f"input {number}: {problem}"

@@ -114,6 +114,7 @@ class Stack:
             torch.arange(context + steps + 1, device=device),
             10000.0 ** -(torch.arange(0, dims.rope, 2, device=device) / dims.rope),
         )
+        self.hadamard = hadamard(torch.eye(dims.index_dim, device=device))
         self.cos, self.sin = angles.cos().to(self.dtype), angles.sin().to(self.dtype)
 
     def begin(self) -> None:
@@ -169,8 +170,9 @@ class Stack:
         scale = (dims.index_heads * dims.index_dim) ** -0.5
         self.index_weights = functional.linear(x, weights.index_weights).float() * scale
         if self.index_layout.is_fp8:
-            self.index_q, q_scale = _quantize(hadamard(self.index_q))
-            self.index_k = hadamard(self.index_k)
+            # One product each, as an engine's own kernel would be one launch.
+            self.index_q, q_scale = _quantize(self.index_q.float() @ self.hadamard)
+            self.index_k = self.index_k.float() @ self.hadamard
             self.index_weights *= q_scale
 
     def _rotate_index(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
