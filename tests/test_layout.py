@@ -45,9 +45,9 @@ LONGER = {
     "src/keysift/benchmarks/__init__.py": (130, "the options of `keysift bench`, one a line"),
     "src/keysift/testing/__init__.py": (50, "the names of five kits"),
     "src/keysift/ops/cache/api.py": (325, "five public functions, each with its docstring"),
-    "src/keysift/ops/sparse_mla/api.py": (360, "four public functions, each with its docstring, and two operators"),
+    "src/keysift/ops/sparse_mla/api.py": (385, "four public functions, each with its docstring, and two operators"),
 }
-ALL_OF_SRC = 13000  # grows with each stage's kernels
+ALL_OF_SRC = 13400  # grows with each stage's kernels
 PUBLIC_NAMES = 22  # every stage's functions, the two layouts, and what joins stages
 
 
