@@ -46,7 +46,7 @@ LONGER = {
     "src/keysift/testing/__init__.py": (50, "the names of five kits"),
     "src/keysift/ops/cache/api.py": (325, "five public functions, each with its docstring"),
     "src/keysift/ops/sparse_mla/api.py": (
-        410,
+        440,
         "four public functions, each with its docstring, two operators, and what a kernel of another package needs",
     ),
 }

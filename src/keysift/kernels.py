@@ -1,6 +1,7 @@
 """What kernels need, and do, alike in every stage: constraints for the tables, and where a launch goes."""
 
 import contextlib
+import functools
 
 import torch
 
@@ -20,6 +21,26 @@ def unmet_triton(device: Device) -> list[str]:
         *([] if runs else [f"device is {device}, needs cuda or hip"]),
         *([] if device.has("triton") else ["the package triton is not installed"]),
     ]
+
+
+def unmet_nvrtc(device: Device) -> list[str]:
+    """What every kernel in CUDA C++ needs."""
+    return [] if _has_nvrtc(device) else ["cuda-core or NVRTC is not installed (pip install 'keysift[cuda]')"]
+
+
+@functools.cache
+def _has_nvrtc(device: Device) -> bool:
+    if not (device.has("cuda.core") and device.has("cuda.bindings")):
+        return False
+    if not device.is_local:
+        return True
+    from cuda.pathfinder import DynamicLibNotFoundError, load_nvidia_dynamic_lib
+
+    try:
+        load_nvidia_dynamic_lib("nvrtc")
+    except DynamicLibNotFoundError:
+        return False
+    return True
 
 
 def unmet_nothing(_problem: object) -> list[str]:

@@ -91,7 +91,11 @@ class Stack:
         cuda = device.type == "cuda"
         self.dtype = torch.bfloat16 if cuda else torch.float32
         self.index_layout = IndexLayout("e4m3fn" if cuda else "float32", PAGE_SIZE, dims.index_dim)
-        self.latent_layout = LatentLayout("e4m3fn" if cuda else "float32", PAGE_SIZE, dims.latent, dims.rope)
+        self.latent_layout = (
+            LatentLayout("e4m3fn", PAGE_SIZE, dims.latent, dims.rope, scale="ue8m0")
+            if cuda
+            else LatentLayout("float32", PAGE_SIZE, dims.latent, dims.rope)
+        )
         self.generator = torch.Generator(device).manual_seed(seed)
 
         per_request = -(-(context + steps) // PAGE_SIZE)
@@ -114,6 +118,8 @@ class Stack:
             torch.arange(context + steps + 1, device=device),
             10000.0 ** -(torch.arange(0, dims.rope, 2, device=device) / dims.rope),
         )
+        # Norms, angles and casts of a token are some sixty launches otherwise; engines fuse them too.
+        self.project = torch.compile(project, dynamic=False, fullgraph=True) if cuda else project
         self.hadamard = hadamard(torch.eye(dims.index_dim, device=device))
         self.cos, self.sin = angles.cos().to(self.dtype), angles.sin().to(self.dtype)
 
@@ -152,32 +158,14 @@ class Stack:
             self.hidden += functional.linear(value.flatten(1), weights.out)
 
     def _project(self, weights: Weights) -> None:
-        dims, cos, sin = self.dims, *self.angles
-        x = functional.rms_norm(self.hidden, (dims.hidden,))
-        resid = functional.rms_norm(functional.linear(x, weights.q_a), (dims.q_latent,))
-        q = functional.linear(resid, weights.q_b).view(self.batch, self.heads, dims.nope + dims.rope)
-        latent, k_rope = functional.linear(x, weights.kv_a).split([dims.latent, dims.rope], -1)
-        absorbed = torch.bmm(q[..., : dims.nope].transpose(0, 1), weights.to_latent).transpose(0, 1)
-        q_rope = rope(q[..., dims.nope :], cos[:, None], sin[:, None], interleaved=True)
-        self.q = torch.cat((absorbed, q_rope), -1)  # [B, heads, latent + rope]
-        latent = functional.rms_norm(latent, (dims.latent,))
-        self.kv = torch.cat((latent, rope(k_rope, cos, sin, interleaved=True)), -1)
-
-        index_q = functional.linear(resid, weights.index_q).view(self.batch, dims.index_heads, dims.index_dim)
-        index_k = functional.layer_norm(functional.linear(x, weights.index_k), (dims.index_dim,))
-        self.index_k = self._rotate_index(index_k, cos, sin)
-        self.index_q = self._rotate_index(index_q, cos[:, None], sin[:, None])
-        scale = (dims.index_heads * dims.index_dim) ** -0.5
-        self.index_weights = functional.linear(x, weights.index_weights).float() * scale
-        if self.index_layout.is_fp8:
-            # One product each, as an engine's own kernel would be one launch.
-            self.index_q, q_scale = _quantize(self.index_q.float() @ self.hadamard)
-            self.index_k = self.index_k.float() @ self.hadamard
-            self.index_weights *= q_scale
-
-    def _rotate_index(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-        turned, rest = x.split([self.dims.rope, self.dims.index_dim - self.dims.rope], -1)
-        return torch.cat((rope(turned, cos, sin, interleaved=self.dims.index_interleaved), rest), -1)
+        self.q, self.kv, self.index_q, self.index_k, self.index_weights = self.project(
+            self.dims,
+            self.heads,
+            weights,
+            self.hidden,
+            *self.angles,
+            self.hadamard if self.index_layout.is_fp8 else None,
+        )
 
     def _normal(self, *shape: int, std: float = 1.0) -> torch.Tensor:
         return torch.randn(shape, generator=self.generator, device=self.device, dtype=self.dtype) * std
@@ -211,6 +199,44 @@ class Stack:
                 self._normal(len(slots), self.dims.latent + self.dims.rope), latent, slots, self.latent_layout
             )
         return Pages(index, latent)
+
+
+def project(
+    dims: Model, heads: int, weights: Weights, hidden: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor,
+    turn: torch.Tensor | None,
+) -> tuple[torch.Tensor, ...]:  # fmt: skip
+    """A token's hidden states [B, hidden] to queries, latents, index queries, index keys and index weights.
+
+    turn  what index queries and keys are multiplied by where they become fp8
+    """
+    batch = hidden.shape[0]
+    x = functional.rms_norm(hidden, (dims.hidden,))
+    resid = functional.rms_norm(functional.linear(x, weights.q_a), (dims.q_latent,))
+    q = functional.linear(resid, weights.q_b).view(batch, heads, dims.nope + dims.rope)
+    latent, k_rope = functional.linear(x, weights.kv_a).split([dims.latent, dims.rope], -1)
+    absorbed = torch.bmm(q[..., : dims.nope].transpose(0, 1), weights.to_latent).transpose(0, 1)
+    q_rope = rope(q[..., dims.nope :], cos[:, None], sin[:, None], interleaved=True)
+    queries = torch.cat((absorbed, q_rope), -1)  # [B, heads, latent + rope]
+    latent = functional.rms_norm(latent, (dims.latent,))
+    kv = torch.cat((latent, rope(k_rope, cos, sin, interleaved=True)), -1)
+
+    index_q = functional.linear(resid, weights.index_q).view(batch, dims.index_heads, dims.index_dim)
+    index_k = functional.layer_norm(functional.linear(x, weights.index_k), (dims.index_dim,))
+    index_k = _rotate_index(dims, index_k, cos, sin)
+    index_q = _rotate_index(dims, index_q, cos[:, None], sin[:, None])
+    scale = (dims.index_heads * dims.index_dim) ** -0.5
+    index_weights = functional.linear(x, weights.index_weights).float() * scale
+    if turn is not None:
+        # One product each, as an engine's own kernel would be one launch.
+        index_q, q_scale = _quantize(index_q.float() @ turn)
+        index_k = index_k.float() @ turn
+        index_weights = index_weights * q_scale
+    return queries, kv, index_q, index_k, index_weights
+
+
+def _rotate_index(dims: Model, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    turned, rest = x.split([dims.rope, dims.index_dim - dims.rope], -1)
+    return torch.cat((rope(turned, cos, sin, interleaved=dims.index_interleaved), rest), -1)
 
 
 def _quantize(q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

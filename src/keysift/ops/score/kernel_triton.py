@@ -23,7 +23,7 @@ from keysift.kernels import on_device_of
 from keysift.layout import FP8
 
 INTERPRETS = tl.constexpr(TRITON_INTERPRETS)
-#: Programs of the decode kernel for each processor: while one waits for memory, the other multiplies; a third has no room.
+#: Programs of the decode kernel for each processor: one waits for memory, the other multiplies; a third has no room.
 RESIDENT = 2
 #: The queries of a request stay on the chip while its tiles pass, where they are no more bytes than these.
 KEPT_BYTES = 16384

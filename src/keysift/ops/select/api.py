@@ -52,7 +52,7 @@ def _unmet_cuda(problem: Problem) -> list[str]:
         *_unmet_sizes(problem),
         *([] if device.type == "cuda" else [f"device is {device}, needs cuda"]),
         *([] if recent or device.type != "cuda" else [f"device is {device}, needs sm_80 or later"]),
-        *([] if _has_nvrtc(device) else ["cuda-core or NVRTC is not installed (pip install 'keysift[cuda]')"]),
+        *kernels.unmet_nvrtc(device),
         *([] if problem.column_stride == 1 else [f"column stride is {problem.column_stride}, needs 1"]),
         *([] if fits else [f"k is {problem.k}, needs at most 5400 where rows have more than 8192 columns"]),
     ]
@@ -62,21 +62,6 @@ def _unmet_sizes(problem: Problem) -> list[str]:
     """Columns and places are 32-bit numbers on a GPU, with room for a tile beyond the last."""
     sizes = {"columns": (problem.columns, 2**31 - 2**17), "k": (problem.k, 2**30), "rows": (problem.rows, 2**26)}
     return [f"{name} is {size}, needs at most {most}" for name, (size, most) in sizes.items() if size > most]
-
-
-@functools.cache
-def _has_nvrtc(device: Device) -> bool:
-    if not (device.has("cuda.core") and device.has("cuda.bindings")):
-        return False
-    if not device.is_local:
-        return True
-    from cuda.pathfinder import DynamicLibNotFoundError, load_nvidia_dynamic_lib
-
-    try:
-        load_nvidia_dynamic_lib("nvrtc")
-    except DynamicLibNotFoundError:
-        return False
-    return True
 
 
 def _unmet_triton(problem: Problem) -> list[str]:

@@ -5,13 +5,12 @@ import functools
 import struct
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from cuda.bindings import driver
-from cuda.core import Program, ProgramOptions
-from cuda.core.utils import FileStreamProgramCache
 
+from keysift import kernel_nvrtc as nvrtc
 from keysift.dispatch import device_of
 
 _FOLDER = Path(__file__).parent
@@ -113,7 +112,7 @@ def run(
     )
     pointers = ctypes.c_void_p(ctypes.addressof(arguments))
     with torch.cuda.device(scores.device):  # the launch goes to the current context, which a new thread lacks
-        _check(driver.cuLaunchKernelEx(config, kernel, ctypes.addressof(pointers), 0))
+        nvrtc.check(driver.cuLaunchKernelEx(config, kernel, ctypes.addressof(pointers), 0))
 
 
 def pack(
@@ -149,16 +148,13 @@ def _launch(
     index: int, arch: str, dtype: torch.dtype, shape: Plan, rows: int, stream: int
 ) -> tuple[driver.CUlaunchConfig, driver.CUfunction]:
     """A configuration that is never written again, so threads may share it, and its kernel."""
-    config = driver.CUlaunchConfig()
-    config.gridDimX, config.gridDimY, config.gridDimZ = rows * shape.ctas, 1, 1
-    config.blockDimX, config.blockDimY, config.blockDimZ = shape.variant.threads, 1, 1
-    config.sharedMemBytes = shape.shared_memory
-    config.hStream = driver.CUstream(stream)
+    attributes = []
     if shape.ctas > 1:
         attribute = driver.CUlaunchAttribute()
         attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
         attribute.value.clusterDim.x, attribute.value.clusterDim.y, attribute.value.clusterDim.z = shape.ctas, 1, 1
-        config.attrs, config.numAttrs = [attribute], 1
+        attributes.append(attribute)
+    config = nvrtc.configuration(rows * shape.ctas, shape.variant.threads, shape.shared_memory, stream, attributes)
     return config, _kernel(index, arch, dtype, shape.variant)
 
 
@@ -168,12 +164,8 @@ def _vector(tensor: torch.Tensor | None) -> tuple[int, int, int]:
 
 
 def cubin(arch: str, dtype: torch.dtype, variant: Variant) -> bytes:
-    """The machine code of one variant for "sm_80", "sm_90", ...; kept on disk by source, options and NVRTC version."""
-    # sm_90 and later have instructions of their own only under the architecture-specific name.
-    name = arch if int(arch.removeprefix("sm_")) < 90 else arch + "a"
-    options = ProgramOptions(arch=name, std="c++17", define_macro=macros(dtype, variant))
-    with FileStreamProgramCache() as cache:
-        return bytes(Program(variant.source, "c++", options).compile("cubin", cache=cache).code)
+    """The machine code of one variant for "sm_80", "sm_90", ..."""
+    return nvrtc.compiled(variant.source, arch, macros(dtype, variant))
 
 
 def macros(dtype: torch.dtype, variant: Variant) -> list[tuple[str, str]]:
@@ -190,28 +182,6 @@ def macros(dtype: torch.dtype, variant: Variant) -> list[tuple[str, str]]:
 @functools.cache
 def _kernel(index: int, arch: str, dtype: torch.dtype, variant: Variant) -> driver.CUfunction:
     """The loaded kernel of one variant on one device, with its limits raised."""
-    with torch.cuda.device(index):
-        (library,) = _check(driver.cuLibraryLoadData(cubin(arch, dtype, variant), [], [], 0, [], [], 0))
-        (kernel,) = _check(driver.cuLibraryGetKernel(library, b"select_kernel"))
-        (device,) = _check(driver.cuDeviceGet(index))
-        attribute = driver.CUfunction_attribute
-        _check(
-            driver.cuKernelSetAttribute(
-                attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, variant.most_shared_memory, kernel, device
-            )
-        )
-        if not variant.whole and int(arch.removeprefix("sm_")) >= 90:  # clusters of 16
-            _check(
-                driver.cuKernelSetAttribute(
-                    attribute.CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED, 1, kernel, device
-                )
-            )
-        return driver.CUfunction(int(kernel))  # a kernel of a library is launched as a function
-
-
-def _check(result: tuple[Any, ...]) -> tuple[Any, ...]:
-    """What a driver call returned, without its status. Raises RuntimeError naming the status."""
-    status, *rest = result
-    if status != driver.CUresult.CUDA_SUCCESS:
-        raise RuntimeError(f"CUDA driver: {status}")
-    return tuple(rest)
+    large = not variant.whole and int(arch.removeprefix("sm_")) >= 90
+    code = cubin(arch, dtype, variant)
+    return nvrtc.loaded(index, code, "select_kernel", variant.most_shared_memory, large_clusters=large)

@@ -9,7 +9,7 @@ from keysift.checks import FLOATS
 from keysift.dispatch import Device, Kernel
 from keysift.layout import LatentLayout
 
-from . import checks
+from . import checks, kernel_cuda_plan
 from . import kernel_triton_plan as plans
 
 
@@ -36,6 +36,29 @@ class Problem:
     def kind(self) -> str:
         """What the warning about a reference is given once for."""
         return f"{self.dtype} queries on {self.kv_dtype} latents on {self.device}".replace("torch.", "")
+
+
+def _unmet_cuda(problem: Problem) -> list[str]:
+    device, kv = problem.device, problem.kv_dtype
+    wanted = (
+        (f"dtype of q is {problem.dtype}", problem.dtype == torch.bfloat16, "bfloat16"),
+        (f"dtype of kv is {kv}", kv in (torch.bfloat16, torch.float8_e4m3fn), "bfloat16 or float8_e4m3fn"),
+        (f"head size is {problem.dim}", problem.dim == 576, "576"),
+        (f"value_dim is {problem.value_dim}", problem.value_dim == 512, "512"),
+        (f"scaled columns of kv are {problem.latent_dim}", problem.latent_dim in (0, 512), "512"),
+        (f"column stride of kv is {problem.column_stride}", problem.column_stride == 1, "1"),
+        # Latents times their scales are rounded to bfloat16: powers of two lose nothing.
+        ("scales are any float32", not problem.latent_dim or problem.power_of_two, "LatentLayout(scale='ue8m0')"),
+    )
+    return [
+        *([] if device.arch == "sm_90" else [f"device is {device}, needs cuda:sm_90"]),
+        *kernels.unmet_nvrtc(device),
+        *(f"{what.replace('torch.', '')}, needs {need}" for what, is_met, need in wanted if not is_met),
+    ]
+
+
+def _workspace_cuda(problem: Problem) -> int:
+    return kernel_cuda_plan.workspace(problem.device.processors, problem.rows, problem.heads, problem.k)
 
 
 def _unmet_flash_mla(problem: Problem) -> list[str]:
@@ -91,6 +114,7 @@ def _workspace_triton(problem: Problem) -> int:
 
 KERNELS = (
     Kernel("cpu", kernels.unmet_cpu, "keysift.ops.sparse_mla.kernel_cpu:run"),
+    Kernel("cuda", _unmet_cuda, "keysift.ops.sparse_mla.kernel_cuda:run", _workspace_cuda),
     Kernel("flash_mla", _unmet_flash_mla, "keysift.ops.sparse_mla.kernel_flash_mla:run"),
     Kernel("triton", _unmet_triton, "keysift.ops.sparse_mla.kernel_triton:run", _workspace_triton),
     Kernel("reference", kernels.unmet_nothing, "keysift.ops.sparse_mla.reference:run"),
