@@ -2,6 +2,7 @@
 
 python benchmarks/figures.py select RECORD --out FILE   time over the read floor against columns, a panel per row count
 python benchmarks/figures.py tpot RECORD --out FILE     a step of the stack, stage by stage, a bar per selector
+python benchmarks/figures.py index RECORD --out FILE    time and memory of a prefill index against its tokens
 python benchmarks/figures.py readme                     write the blocks between the marks in README.md and docs anew
 """
 
@@ -69,8 +70,18 @@ def tpot(
 
 
 @app.command()
+def index(
+    record: pathlib.Path,
+    out: Annotated[pathlib.Path, typer.Option(help="A .png, .svg or .pdf.")] = pathlib.Path("index.svg"),
+) -> None:
+    """Draw the prefill cases of a record of `keysift bench index`: ours in colour, StreamIndex's table in grey."""
+    draw_index(read(record, "index"), out)
+    typer.echo(f"figure: {out}")
+
+
+@app.command()
 def readme() -> None:
-    """Write the figures in README.md and docs/select.md anew from the records in benchmarks/results."""
+    """Write the figures in README.md and docs anew from the records in benchmarks/results."""
     for name, blocks in BLOCKS.items():
         path = ROOT / name
         text = path.read_text()
@@ -150,6 +161,43 @@ def draw_steps(record: Record, out: pathlib.Path) -> None:
     figure.suptitle(f"{layers} attention layers, {record['device']}, {record['date']}")
     figure.tight_layout(rect=(0, 0.08, 1, 0.98))
     _save(figure, out)
+
+
+def draw_index(record: Record, out: pathlib.Path) -> None:
+    """Time and memory beside arguments and result, against tokens; a line per dtype."""
+    plt = _pyplot()
+    lines: dict[str, list[dict[str, Any]]] = defaultdict(list)
+    for entry in record["cases"].values():
+        if entry["phase"] == "prefill" and "index" in entry:
+            lines[entry["dtype"]].append(entry)
+    if not lines:
+        raise typer.BadParameter("the record has no timed case of prefill")
+    figure, (time, memory) = plt.subplots(1, 2, figsize=(9, 3.4))
+    for dtype, entries in lines.items():
+        entries.sort(key=lambda entry: int(entry["rows"]))
+        tokens = [entry["rows"] for entry in entries]
+        time.plot(tokens, [entry["index"]["us"] / 1e3 for entry in entries], marker="o", label=f"keysift, {dtype}")
+        memory.plot(tokens, [_held(entry) for entry in entries], marker="o")
+    beside = [entry for entry in next(iter(lines.values())) if "stream_index_h200" in entry]
+    style = {"color": "0.6", "marker": "."}
+    tokens = [entry["rows"] for entry in beside]
+    time.plot(
+        tokens, [entry["stream_index_h200"]["us"] / 1e3 for entry in beside], label="StreamIndex, published", **style
+    )
+    memory.plot(tokens, [entry["stream_index_h200"]["bytes"] / 1e9 for entry in beside], **style)
+    time.set(ylabel="ms, one layer")
+    memory.set(ylabel="GB beside arguments and result", ylim=(0.1, 10))
+    for axis in (time, memory):
+        axis.set(xscale="log", yscale="log", xlabel="tokens")
+        axis.grid(visible=True, alpha=0.2)
+    figure.legend(*time.get_legend_handles_labels(), loc="lower center", ncols=3, frameon=False)
+    figure.suptitle(f"index of DeepSeek-V4-Flash, prefill, {record['device']}, {record['date']}")
+    figure.tight_layout(rect=(0, 0.08, 1, 0.98))
+    _save(figure, out)
+
+
+def _held(entry: Mapping[str, Any]) -> float:
+    return float(entry["peak_bytes"] - entry["arguments_bytes"]) / 1e9
 
 
 def _pyplot() -> Any:
@@ -268,6 +316,66 @@ def tpot_block(results: pathlib.Path) -> str:
     return "\n\n".join(parts) or "No run is recorded yet; `keysift bench tpot` measures it on your machine."
 
 
+def index_block(results: pathlib.Path) -> str:
+    """What docs/index.md says: decode beside its stages, prefill beside StreamIndex."""
+    parts = []
+    for path in sorted(results.glob("index-*.json")):
+        record = read(path, "index")
+        cases = [entry for entry in record["cases"].values() if "index" in entry]
+        lines = [
+            f"**{record['device']}**:",
+            "",
+            "| decode | index, us | score alone | select alone |",
+            "|---|---|---|---|",
+        ]
+        for entry in (entry for entry in cases if "stages" in entry):
+            stages = [_us(entry["stages"][stage]["us"]) for stage in ("score", "select")]
+            cells = [f"{entry['rows']} x {entry['columns']}, k = {entry['topk']}", _us(entry["index"]["us"]), *stages]
+            lines.append(f"| {' | '.join(cells)} |")
+        lines += [
+            "",
+            "| prefill, tokens | dtype | index, ms | GB | StreamIndex's time over ours |",
+            "|---|---|---|---|---|",
+        ]
+        for entry in (entry for entry in cases if entry["phase"] == "prefill"):
+            other = entry.get("stream_index_h200")
+            ratio = "" if other is None else f"{other['us'] / entry['index']['us']:.1f}x"
+            cells = [
+                str(entry["rows"]),
+                entry["dtype"],
+                f"{entry['index']['us'] / 1e3:.1f}",
+                f"{_held(entry):.2f}",
+                ratio,
+            ]
+            lines.append(f"| {' | '.join(cells)} |")
+        parts.append("\n".join([*lines, "", _source(record)]))
+    return "\n\n".join(parts)
+
+
+def peers_block(results: pathlib.Path, stage: str, pattern: str) -> str:
+    """What docs/score.md and docs/sparse_mla.md say: ours beside the package that was timed in the same run."""
+    parts = []
+    for path in sorted(results.glob(pattern)):
+        record = read(path, stage)
+        peer = next((name for entry in record["cases"].values() for name in entry["others"]), None)
+        lines = [
+            f"**{record['device']}** ({record['mode']}):",
+            "",
+            f"| case | kernel | us | TFLOP/s | GB/s | {peer or 'peer'}, us | its time over ours |",
+            "|---|---|---|---|---|---|---|",
+        ]
+        for name, entry in record["cases"].items():
+            for kernel, found in entry["kernels"].items():
+                if not found["checked"]:
+                    continue
+                other = entry["others"].get(peer, {})
+                beside = [_us(other["us"]), f"{other['us'] / found['us']:.2f}x"] if other.get("checked") else ["", ""]
+                cells = [name, kernel, _us(found["us"]), f"{found['tflops']:.0f}", f"{found['gbps']:.0f}", *beside]
+                lines.append(f"| {' | '.join(cells)} |")
+        parts.append("\n".join([*lines, "", _source(record)]))
+    return "\n\n".join(parts)
+
+
 def demo_block(results: pathlib.Path) -> str:
     """What README says of the whole model: the demo's records."""
     parts = []
@@ -308,6 +416,9 @@ BLOCKS = {
     "README.md": {"demo": demo_block, "select": block},
     "docs/select.md": {"kernels": kernels_block},
     "docs/tpot.md": {"tpot": tpot_block},
+    "docs/index.md": {"index": index_block},
+    "docs/score.md": {"score": lambda results: peers_block(results, "score", "score-*.json")},
+    "docs/sparse_mla.md": {"sparse_mla": lambda results: peers_block(results, "sparse_mla", "sparse-mla-*.json")},
 }
 
 

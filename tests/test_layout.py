@@ -43,6 +43,7 @@ LONGER = {
         "three public forms of one operation, each with its docstring, and what each of four kernels needs",
     ),
     "src/keysift/benchmarks/__init__.py": (160, "the options of `keysift bench`, one a line"),
+    "benchmarks/figures.py": (480, "a figure or a table of every stage's record, one function each"),
     "src/keysift/testing/__init__.py": (50, "the names of five kits"),
     "src/keysift/ops/cache/api.py": (325, "five public functions, each with its docstring"),
     "src/keysift/ops/sparse_mla/api.py": (
