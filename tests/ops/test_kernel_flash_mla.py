@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import keysift
-from keysift import dispatch
+from keysift import dispatch, kernels
 from keysift.ops.sparse_mla import api
 from keysift.testing.sparse_mla import Attention, build, check_sparse_mla, excess
 from packages import FlashMLA
@@ -83,12 +83,17 @@ def test_parts_of_different_caches_are_refused(package):
 
 
 @pytest.mark.parametrize("facts", [FACTS, FP8])
-def test_it_is_chosen_where_it_can_run(installed, facts):
+@pytest.mark.usefixtures("installed")
+def test_it_is_chosen_where_it_can_run_and_cuda_cannot(monkeypatch, facts):
+    assert dispatch.choose("sparse_mla", api.KERNELS, facts).name == "cuda"
+    dispatch._choose.cache_clear()
+    monkeypatch.setattr(kernels, "_has_nvrtc", lambda device: False)
     assert dispatch.choose("sparse_mla", api.KERNELS, facts).name == "flash_mla"
 
 
 def test_a_package_that_is_missing_is_named(monkeypatch):
     monkeypatch.setattr(dispatch, "_is_installed", lambda package: package != "sgl-flash-mla")
+    monkeypatch.setattr(kernels, "_has_nvrtc", lambda device: False)
     assert dict(dispatch.explain(api.KERNELS, FACTS))["flash_mla"] == ["the package sgl-flash-mla is not installed"]
     assert dispatch.choose("sparse_mla", api.KERNELS, FACTS).name == "triton"
     with pytest.raises(ValueError, match="sgl-flash-mla is not installed"):

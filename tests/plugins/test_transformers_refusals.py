@@ -41,7 +41,7 @@ def test_other_models(call, model):
     ("options", "message"),
     [
         ({"kernel": "fast"}, "kernel is 'fast' for select; it may be"),
-        ({"kernel": {"score": "fast"}}, "kernel is 'fast' for score; it may be cpu, triton, reference"),
+        ({"kernel": {"score": "fast"}}, "kernel is 'fast' for score; it may be cpu, triton, deep_gemm, reference"),
         ({"kernel": {"topk": "cpu"}}, "kernel names the stage 'topk'; it may name score, select, sparse_mla"),
         ({"index_dtype": torch.float64}, "index_dtype is torch.float64; it may be None or torch.float32"),
         ({"index_dtype": torch.float8_e5m2}, "index_dtype is torch.float8_e5m2"),
