@@ -1,5 +1,8 @@
 """Stand-ins for packages of kernels: they refuse what those refuse, and answer in torch what those answer."""
 
+import contextlib
+import dataclasses
+import sys
 import types
 
 import torch
@@ -7,6 +10,24 @@ import torch
 from keysift.layout import IndexLayout, LatentLayout
 from keysift.ops.score import reference as score
 from keysift.ops.sparse_mla import reference as sparse_mla
+
+
+@contextlib.contextmanager
+def standing_in(monkeypatch, api, package):
+    """`package` as the installed one of its name, and its row of a stage's table, which then runs on a CPU."""
+    name = package.__name__
+
+    def unmet(problem):
+        return [reason for reason in needs(problem) if not reason.startswith("device")]
+
+    (needs,) = (row.unmet for row in api.KERNELS if row.name == name)
+    rows = [dataclasses.replace(row, unmet=unmet) if row.name == name else row for row in api.KERNELS]
+    module = f"{api.__package__}.kernel_{name}"
+    monkeypatch.setattr(api, "KERNELS", tuple(rows))
+    monkeypatch.setitem(sys.modules, name, package)
+    sys.modules.pop(module, None)
+    yield package
+    sys.modules.pop(module, None)
 
 
 class DeepGemm(types.ModuleType):

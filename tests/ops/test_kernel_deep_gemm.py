@@ -2,7 +2,6 @@
 
 import dataclasses
 import importlib
-import sys
 
 import pytest
 import torch
@@ -11,7 +10,7 @@ import keysift
 from keysift import dispatch
 from keysift.ops.score import api
 from keysift.testing.score import Scoring, build, check_score
-from packages import DeepGemm
+from packages import DeepGemm, standing_in
 
 MODULE = "keysift.ops.score.kernel_deep_gemm"
 FP8 = torch.float8_e4m3fn
@@ -28,16 +27,8 @@ def installed(monkeypatch):
 @pytest.fixture
 def package(monkeypatch, installed):
     """A stand-in, which runs on a CPU."""
-
-    def unmet(problem):
-        return [reason for reason in api._unmet_deep_gemm(problem) if not reason.startswith("device")]
-
-    rows = [dataclasses.replace(row, unmet=unmet) if row.name == "deep_gemm" else row for row in api.KERNELS]
-    monkeypatch.setattr(api, "KERNELS", tuple(rows))
-    monkeypatch.setitem(sys.modules, "deep_gemm", DeepGemm())
-    sys.modules.pop(MODULE, None)
-    yield sys.modules["deep_gemm"]
-    sys.modules.pop(MODULE, None)
+    with standing_in(monkeypatch, api, DeepGemm()) as package:
+        yield package
 
 
 def test_the_kit_passes(package):

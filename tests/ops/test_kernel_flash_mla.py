@@ -2,7 +2,6 @@
 
 import dataclasses
 import importlib
-import sys
 
 import pytest
 import torch
@@ -11,7 +10,7 @@ import keysift
 from keysift import dispatch, kernels
 from keysift.ops.sparse_mla import api
 from keysift.testing.sparse_mla import Attention, build, check_sparse_mla, excess
-from packages import FlashMLA
+from packages import FlashMLA, standing_in
 
 MODULE = "keysift.ops.sparse_mla.kernel_flash_mla"
 DECODE = Attention(5, 64, 576, 512, 128, torch.bfloat16, page_size=64, fp8=True, power_of_two=True, holes="some")
@@ -30,16 +29,8 @@ def installed(monkeypatch):
 @pytest.fixture
 def package(monkeypatch, installed):
     """A stand-in, which runs on a CPU."""
-
-    def unmet(problem):
-        return [reason for reason in api._unmet_flash_mla(problem) if not reason.startswith("device")]
-
-    rows = [dataclasses.replace(row, unmet=unmet) if row.name == "flash_mla" else row for row in api.KERNELS]
-    monkeypatch.setattr(api, "KERNELS", tuple(rows))
-    monkeypatch.setitem(sys.modules, "flash_mla", FlashMLA())
-    sys.modules.pop(MODULE, None)
-    yield sys.modules["flash_mla"]
-    sys.modules.pop(MODULE, None)
+    with standing_in(monkeypatch, api, FlashMLA()) as package:
+        yield package
 
 
 def test_the_kit_passes(package):

@@ -91,10 +91,9 @@ class Stack:
         cuda = device.type == "cuda"
         self.dtype = torch.bfloat16 if cuda else torch.float32
         self.index_layout = IndexLayout("e4m3fn" if cuda else "float32", PAGE_SIZE, dims.index_dim)
-        self.latent_layout = (
-            LatentLayout("e4m3fn", PAGE_SIZE, dims.latent, dims.rope, scale="ue8m0")
-            if cuda
-            else LatentLayout("float32", PAGE_SIZE, dims.latent, dims.rope)
+        scale = "ue8m0" if cuda else "float32"  # what every kernel of fp8 latents takes
+        self.latent_layout = LatentLayout(
+            "e4m3fn" if cuda else "float32", PAGE_SIZE, dims.latent, dims.rope, scale=scale
         )
         self.generator = torch.Generator(device).manual_seed(seed)
 
@@ -120,7 +119,7 @@ class Stack:
         )
         # Norms, angles and casts of a token are some sixty launches otherwise; engines fuse them too.
         self.project = torch.compile(project, dynamic=False, fullgraph=True) if cuda else project
-        self.hadamard = hadamard(torch.eye(dims.index_dim, device=device))
+        self.turn = hadamard(torch.eye(dims.index_dim, device=device)) if self.index_layout.is_fp8 else None
         self.cos, self.sin = angles.cos().to(self.dtype), angles.sin().to(self.dtype)
 
     def begin(self) -> None:
@@ -164,7 +163,7 @@ class Stack:
             weights,
             self.hidden,
             *self.angles,
-            self.hadamard if self.index_layout.is_fp8 else None,
+            self.turn,
         )
 
     def _normal(self, *shape: int, std: float = 1.0) -> torch.Tensor:

@@ -73,20 +73,10 @@ __device__ __forceinline__ void arrive_when_copied(u32 barrier) {
 }
 __device__ __forceinline__ void wait(u32 barrier, u32 parity) {
   u32 done;
-#ifdef DEBUG_WAIT
-  int tries = 0;
-#endif
   do {
     asm volatile(
         "{\n\t.reg .pred p;\n\tmbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\n\tselp.u32 %0, 1, 0, p;\n\t}"
         : "=r"(done) : "r"(barrier), "r"(parity) : "memory");
-#ifdef DEBUG_WAIT
-    if (++tries > DEBUG_WAIT) {
-      printf("sparse_mla: block %d, thread %d waits in vain for barrier %d, parity %d\n", blockIdx.x, threadIdx.x,
-             (int)(barrier & 1023), (int)parity);
-      asm volatile("trap;");
-    }
-#endif
   } while (!done);
 }
 // What ordinary stores and cp.async have written becomes visible to wgmma.

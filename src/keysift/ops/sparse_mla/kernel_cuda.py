@@ -18,8 +18,6 @@ from . import kernel_cuda_plan as plans
 #: struct Arguments and struct Combination of the kernels: fields of eight bytes.
 _ARGUMENTS, _COMBINATION = struct.Struct("28q"), struct.Struct("11q")
 THREADS, COMBINE_THREADS = 384, 128
-#: For debugging: {"DEBUG_WAIT": tries after which a wait in the kernel gives up and traps}.
-EXTRA: dict[str, str] = {}
 
 
 class Variant(NamedTuple):
@@ -31,8 +29,7 @@ class Variant(NamedTuple):
     @property
     def macros(self) -> list[tuple[str, str]]:
         """What the source is compiled with."""
-        shared = ("SHARED", str(plans.SHARED))
-        return [("FP8", str(int(self.fp8))), ("WIDE", str(int(self.wide))), shared, *EXTRA.items()]
+        return [("FP8", str(int(self.fp8))), ("WIDE", str(int(self.wide))), ("SHARED", str(plans.SHARED))]
 
 
 def run(
